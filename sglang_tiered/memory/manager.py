@@ -1,0 +1,489 @@
+"""The tier manager: makes room in T0, places what is read, keeps the tables right.
+
+It runs in the scheduler process, holds no tensor and never waits on the device.
+It decides from the ledger, and every decision is carried out in three steps that
+stay together: a ledger transition, the copies it needs (``Mover``), and the page
+table. Protocol of one scheduler iteration:
+
+  1. ``make_room`` / ``allocate`` while the batch is built;
+  2. ``begin_forward`` right before the forward: every page that the batch reads
+     is in T0 or in the window from here on;
+  3. ``end_forward`` once it is over: its pages may be copied out, its quarantined
+     slots reused; then promotions and, in ratio mode, re-tiering.
+
+Capacity: ``virtual ids = T0 pages + host pages``. As long as a virtual id is free
+and clean copies can be given up, there is a host page for every page that must
+leave T0, so only two things can run short: virtual ids (evict cold tree leaves)
+and, for pages that running requests read, the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from sglang_tiered.memory.ledger import Copies, Ledger
+from sglang_tiered.memory.page_table import PageTable
+from sglang_tiered.policy.protection import PageView, Protection, classify
+from sglang_tiered.policy.ranking import (
+    beyond_share,
+    demotion_order,
+    promotion_order,
+)
+
+# Demote this share of T0 more than was asked for, so that a full pool is scanned
+# once in many steps and not once per step.
+DEMOTE_SLACK = 1 / 32
+# Promote only what is free beyond this share of T0 (above the slack, or a
+# promotion would cause the next demotion).
+HIGH_WATERMARK = 1 / 8
+# Forwards during which a promoted page is demoted only after all others.
+SETTLE_FORWARDS = 32
+
+
+class Mover(Protocol):
+    """Carries copies out; ordering is its business (``transfer.engine``)."""
+
+    submitted_epoch: int
+    done_epoch: int
+
+    def demote(
+        self, t0_pages: np.ndarray, host_pages: np.ndarray, written_epoch: int
+    ) -> None: ...
+    def promote(self, host_pages: np.ndarray, t0_pages: np.ndarray) -> None: ...
+    def begin_forward(
+        self, host_pages: np.ndarray, window_pages: np.ndarray
+    ) -> int: ...
+    def end_forward(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TierPolicy:
+    """What the manager may do. Tokens, except ``hbm_ratio`` (None: pressure mode)
+    and ``retier_interval`` (decode steps of a request)."""
+
+    sink_tokens: int = 4
+    recent_window: int = 128
+    retier_interval: int = 64
+    hbm_ratio: float | None = None
+
+
+@dataclass
+class Counters:
+    """Totals since the start, in pages; peaks in pages."""
+
+    demoted: int = 0
+    demoted_clean: int = 0
+    promoted: int = 0
+    streamed: int = 0
+    t0_peak: int = 0
+    t1_peak: int = 0
+    window_peak: int = 0
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of a forward: one entry per request, int64 [b] each, except
+    ``new_ids``: the virtual token ids it writes, request by request."""
+
+    row: np.ndarray
+    length: np.ndarray  # tokens after this forward
+    new_tokens: np.ndarray  # tokens that this forward writes
+    prompt: np.ndarray  # prompt tokens
+    new_ids: np.ndarray
+    decode: np.ndarray  # bool: this is a decode step of the request
+
+
+@dataclass
+class TierManager:
+    """See the module docstring.
+
+    ``reclaim`` is asked for ``n`` virtual pages when they run short; it evicts
+    cold tree leaves (which come back through ``release``). ``poison``, if set,
+    overwrites physical pages that nobody may read (tests).
+    """
+
+    ledger: Ledger
+    table: PageTable
+    mover: Mover
+    policy: TierPolicy
+    window_base: int
+    reclaim: Callable[[int], None] = lambda n: None
+    poison: Callable[[np.ndarray], None] | None = None
+    counters: Counters = field(default_factory=Counters)
+    _capacity: tuple[tuple[int, int], tuple[int, int]] | None = None
+    _fills: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.ledger.page_size
+
+    @property
+    def epoch(self) -> int:
+        """The last forward that may be running."""
+        return self.mover.submitted_epoch
+
+    # -- capacity --------------------------------------------------------------
+
+    def attainable(self, starts_reading_t0: int = 0, starts_reading_t1: int = 0) -> int:
+        """Pages of T0 that a new allocation can get: the one answer behind every
+        gate. Virtual ids are a separate count.
+
+        ``starts_reading_*``: pages in T0 and in T1, unread now, that a candidate
+        request would begin to read.
+        """
+        ledger = self.ledger
+        unread, read = self._movable()
+        taken = min(starts_reading_t0, unread)
+        unread, read = unread - taken, read + taken
+        window = ledger.window.available - ledger.unplaced - starts_reading_t1
+        return ledger.t0.available + unread + min(read, max(window, 0)) + min(window, 0)
+
+    def room_for_reading(self) -> int:
+        """Pages that running requests could read beside those they read now."""
+        ledger = self.ledger
+        window = min(ledger.window.count, ledger.host.count)
+        return ledger.t0.count + window - ledger.read_pages
+
+    def largest_request(self) -> int:
+        """Tokens that one request alone can have: T0 and the window, less a page
+        for the row that is being written."""
+        ledger = self.ledger
+        window = min(ledger.window.count, ledger.host.count)
+        return (ledger.t0.count + window - 1) * self.page_size
+
+    def _movable(self) -> tuple[int, int]:
+        """(unread, read) pages in T0 that could be demoted now."""
+        state = (self.ledger.version, self.mover.done_epoch)
+        if self._capacity is None or self._capacity[0] != state:
+            pages = self._movable_pages()
+            read = int((self.ledger.readers[pages] > 0).sum())
+            self._capacity = (state, (len(pages) - read, read))
+        return self._capacity[1]
+
+    def _movable_pages(self) -> np.ndarray:
+        pages = self.ledger.in_t0()
+        written = self.ledger.born[pages] <= self.mover.done_epoch
+        return pages[written & ~self.ledger.is_open(pages)]
+
+    def make_room(self, n: int) -> bool:
+        """Make ``allocate(n)`` possible: evict for virtual ids, demote for T0."""
+        ledger = self.ledger
+        if n > ledger.virtual.available:
+            self.reclaim(n - ledger.virtual.available)
+            if n > ledger.virtual.available:
+                return False
+        # Read pages for which the window has no room need T0 as well.
+        overflow = max(0, ledger.unplaced - ledger.window.available)
+        need = n + overflow - ledger.t0.available
+        return need <= 0 or self._demote_for(need)
+
+    # -- allocation ------------------------------------------------------------
+
+    def allocate(self, n: int) -> np.ndarray:
+        """``n`` new pages for the next forward, in T0: virtual pages, int64 [n].
+        Raises RuntimeError if ``make_room(n)`` does not hold."""
+        pages = self.ledger.allocate(n, self.epoch + 1)
+        self.table.place(pages, self.ledger.t0_page[pages])
+        return pages
+
+    def release(self, pages: np.ndarray) -> None:
+        """The owner of ``pages`` is done with them. Raises on a double free."""
+        self._poison_window(pages)
+        slots = self.ledger.release(pages, self.epoch)
+        self.table.clear(pages)
+        if self.poison is not None:
+            self.poison(slots)
+
+    def reopen(self, pages: np.ndarray) -> bool:
+        """``pages`` will be written again (a session rewound into a page): they
+        must be in T0, and a host copy would go stale. False if T0 has no room."""
+        ledger = self.ledger
+        away = pages[ledger.t0_page[pages] < 0]
+        if len(away):
+            if not self.make_room(len(away)):
+                return False
+            self._promote(away)
+        ledger.drop_copies(pages, self.epoch)
+        ledger.born[pages] = self.epoch + 1
+        return True
+
+    # -- readers ---------------------------------------------------------------
+
+    def read(self, pages: np.ndarray) -> None:
+        """A running request begins to read ``pages``; they get their place at the
+        next ``begin_forward``."""
+        self.ledger.read(pages)
+
+    def unread(self, pages: np.ndarray) -> None:
+        """A running request has stopped reading ``pages``."""
+        leaving = pages[
+            (self.ledger.readers[pages] == 1) & (self.ledger.t0_page[pages] < 0)
+        ]
+        self._poison_window(leaving)
+        self.ledger.unread(pages, self.epoch)
+        self.table.clear(leaving)
+
+    # -- the forward -----------------------------------------------------------
+
+    def begin_forward(self, batch: BatchRows, read_by_extend: np.ndarray | None) -> int:
+        """Right before a forward: name the owners of its new pages, place every
+        page that running requests read, start the fills. Returns its epoch.
+
+        ``read_by_extend``: None for a batch with every running request in it
+        (decode, mixed); else the virtual pages that this batch reads.
+        Raises RuntimeError if a read page cannot be placed (admission is wrong).
+        """
+        self._tag(batch)
+        self._place_unplaced()
+        host, window = self._plan_fills(read_by_extend)
+        self._mark_streamed(batch, len(host))
+        self.counters.streamed += len(host)
+        self.counters.t0_peak = max(self.counters.t0_peak, self.ledger.t0.used)
+        self.counters.t1_peak = max(self.counters.t1_peak, self.ledger.t1)
+        self.counters.window_peak = max(
+            self.counters.window_peak, self.ledger.window.used
+        )
+        return self.mover.begin_forward(host, window + self.window_base)
+
+    def end_forward(self, batch: BatchRows) -> None:
+        """The forward is over (or, with a device, its events are recorded)."""
+        self.mover.end_forward()
+        for pool in (self.ledger.t0, self.ledger.host, self.ledger.window):
+            pool.retire(self.mover.done_epoch)
+        if batch.decode.any():
+            self.ledger.rows.steps[batch.row[batch.decode]] += 1
+            if self.policy.hbm_ratio is None:
+                self._promote_into_free_t0()
+            else:
+                self._retier(batch)
+
+    def _tag(self, batch: BatchRows) -> None:
+        rows, ps = self.ledger.rows, self.page_size
+        rows.length[batch.row] = batch.length
+        rows.prompt[batch.row] = batch.prompt
+        if not len(batch.new_ids):
+            return
+        row = np.repeat(batch.row, batch.new_tokens)
+        ends = np.cumsum(batch.new_tokens)
+        within = np.arange(len(row)) - np.repeat(
+            ends - batch.new_tokens, batch.new_tokens
+        )
+        first = np.repeat(batch.length - batch.new_tokens, batch.new_tokens)
+        pages, at = np.unique(batch.new_ids // ps, return_index=True)
+        self.ledger.assign(pages, row[at], ((first + within) // ps)[at])
+
+    def _place_unplaced(self) -> None:
+        ledger = self.ledger
+        if not ledger.unplaced:
+            return
+        pages = ledger.unplaced_pages()
+        pages = pages[promotion_order(*self._rank(pages))]
+        # Rows that return to free T0 cost one copy; in the window they cost one
+        # copy per step.
+        spare = ledger.t0.available - self._slack()
+        home = min(len(pages), max(spare, len(pages) - ledger.window.available, 0))
+        if home > ledger.t0.available and not self._demote_for(
+            home - ledger.t0.available
+        ):
+            raise RuntimeError(
+                f"{len(pages)} pages that a batch reads cannot be placed: "
+                f"{ledger.t0.available} T0 pages and {ledger.window.available} "
+                "window pages are free"
+            )
+        self._promote(pages[:home])
+        rest = pages[home:]
+        ledger.enter_window(rest)
+        self._point_at_window(rest)
+
+    def _plan_fills(
+        self, read_by_extend: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(host pages, window pages) to fill in this forward."""
+        ledger = self.ledger
+        if read_by_extend is None:
+            # The plan changes only when pages move: most steps reuse it.
+            if self._fills is None or self._fills[0] != ledger.window_version:
+                window = np.flatnonzero(ledger.at_window > 0)
+                host = ledger.host_page[ledger.at_window[window]]
+                self._fills = (ledger.window_version, host, window)
+            return self._fills[1], self._fills[2]
+        pages = read_by_extend[ledger.window_page[read_by_extend] >= 0]
+        window = np.unique(ledger.window_page[pages])
+        return ledger.host_page[ledger.at_window[window]], window
+
+    def _mark_streamed(self, batch: BatchRows, filled: int) -> None:
+        if not filled:
+            return
+        ledger = self.ledger
+        pages = ledger.in_window()
+        owners = ledger.owner[pages]
+        owners = owners[owners >= 0]
+        ledger.rows.streamed[np.intersect1d(owners, batch.row)] = True
+
+    # -- moves -----------------------------------------------------------------
+
+    def _slack(self) -> int:
+        return int(self.ledger.t0.count * DEMOTE_SLACK)
+
+    def _view(self, pages: np.ndarray) -> PageView:
+        ledger = self.ledger
+        row = ledger.owner[pages]
+        read = ledger.readers[pages] > 0
+        private = ledger.private[pages]
+        return PageView(
+            read=read,
+            waiting=~read & (private | (ledger.parks[pages] > 0)),
+            private=private,
+            generated=ledger.generated[pages],
+            row=row,
+            index=ledger.index[pages],
+            length=ledger.rows.length[row],
+            prompt=ledger.rows.prompt[row],
+            readers=ledger.readers[pages],
+            born=ledger.born[pages],
+            last_read=ledger.last_read[pages],
+            promoted=ledger.promoted[pages],
+        )
+
+    def _rank(self, pages: np.ndarray) -> tuple[PageView, np.ndarray]:
+        view = self._view(pages)
+        protection = classify(
+            view,
+            page_size=self.page_size,
+            sink_tokens=self.policy.sink_tokens,
+            recent_window=self.policy.recent_window,
+            settled_before=self.epoch - SETTLE_FORWARDS,
+        )
+        return view, protection
+
+    def _demote_for(self, need: int) -> bool:
+        """Free ``need`` T0 pages, and some slack if that costs no protected row.
+        False, and nothing moved, if fewer can be freed."""
+        ledger = self.ledger
+        pages = self._movable_pages()
+        view, protection = self._rank(pages)
+        order = demotion_order(view, protection)
+        window = max(0, ledger.window.available - ledger.unplaced)
+        # Unread pages need no window page; the others share what is free.
+        fits = ~view.read[order] | (np.cumsum(view.read[order]) <= window)
+        order = order[fits]
+        if len(order) < need:
+            return False
+        cheap = int((protection[order] <= Protection.UNPROTECTED).sum())
+        chosen = pages[order[: max(need, min(cheap, need + self._slack()))]]
+        chosen = self._with_host_pages(chosen, need)
+        if chosen is None:
+            return False
+        self._demote(chosen)
+        return True
+
+    def _with_host_pages(self, chosen: np.ndarray, need: int) -> np.ndarray | None:
+        """As much of ``chosen`` as the host pool can take, at least ``need``;
+        gives up clean copies of pages that stay. None if that is not enough."""
+        ledger = self.ledger
+        dirty = ledger.host_page[chosen] < 0
+        short = int(dirty.sum()) - ledger.host.available
+        if short > 0:
+            stay = np.setdiff1d(ledger.in_t0(), chosen)
+            copies = stay[ledger.host_page[stay] >= 0]
+            ledger.drop_copies(copies[:short], self.epoch)
+            fits = ~dirty | (np.cumsum(dirty) <= ledger.host.available)
+            chosen = chosen[fits]
+        return chosen if len(chosen) >= need else None
+
+    def _demote(self, pages: np.ndarray) -> None:
+        ledger = self.ledger
+        slots = ledger.t0_page[pages]
+        copies = ledger.demote(pages)
+        if len(copies):
+            self.mover.demote(
+                copies.t0_pages, copies.host_pages, int(ledger.born[pages].max())
+            )
+        if self.poison is not None:
+            self.poison(slots)
+        read = ledger.readers[pages] > 0
+        self.table.clear(pages[~read])
+        self._point_at_window(pages[read])
+        self.counters.demoted += len(pages)
+        self.counters.demoted_clean += len(pages) - len(copies)
+
+    def _promote(self, pages: np.ndarray) -> None:
+        if not len(pages):
+            return
+        self._poison_window(pages)
+        copies: Copies = self.ledger.promote(pages, self.epoch)
+        self.mover.promote(copies.host_pages, copies.t0_pages)
+        self.table.place(pages, copies.t0_pages)
+        self.counters.promoted += len(pages)
+
+    def _point_at_window(self, pages: np.ndarray) -> None:
+        self.table.place(pages, self.ledger.window_page[pages] + self.window_base)
+
+    def _poison_window(self, pages: np.ndarray) -> None:
+        if self.poison is not None:
+            window = self.ledger.window_page[pages]
+            self.poison(window[window >= 0] + self.window_base)
+
+    def _promote_into_free_t0(self) -> None:
+        """Rows return when T0 has room beyond the high watermark."""
+        ledger = self.ledger
+        spare = ledger.t0.available - max(
+            1, int(ledger.t0.count * HIGH_WATERMARK)
+        )
+        if spare <= 0 or not ledger.window.used:
+            return
+        pages = ledger.in_window()
+        order = promotion_order(*self._rank(pages))
+        self._promote(pages[order[:spare]])
+
+    def _retier(self, batch: BatchRows) -> None:
+        """Ratio mode: requests that are due keep ``hbm_ratio`` of their
+        unprotected generated pages in T0, the youngest."""
+        ledger, ratio = self.ledger, self.policy.hbm_ratio
+        assert ratio is not None
+        steps = ledger.rows.steps[batch.row]
+        due = batch.row[batch.decode & (steps % self.policy.retier_interval == 0)]
+        if not len(due):
+            return
+        pages = np.flatnonzero(np.isin(ledger.owner, due) & ledger.private)
+        view, protection = self._rank(pages)
+        unprotected = (protection == Protection.UNPROTECTED) | (
+            protection == Protection.SETTLING
+        )
+        pages = pages[unprotected]
+        beyond = beyond_share(self._view(pages), ratio)
+        in_t0 = ledger.t0_page[pages] >= 0
+        leave = pages[beyond & in_t0 & (ledger.born[pages] <= self.mover.done_epoch)]
+        leave = leave[np.argsort(ledger.born[leave], kind="stable")]
+        window = max(0, ledger.window.available - ledger.unplaced)
+        leave = self._with_host_pages(leave[:window], 0)
+        if leave is not None and len(leave):
+            self._demote(leave)
+        back = pages[~beyond & ~in_t0]
+        spare = max(0, ledger.t0.available - self._slack())
+        self._promote(back[:spare])
+
+    # -- the whole -------------------------------------------------------------
+
+    def reset(self) -> None:
+        """``flush_cache``: nothing is live."""
+        self.ledger.reset()
+        self.table.reset()
+        self._capacity = self._fills = None
+
+    def check_integrity(self) -> None:
+        """The ledger is sound and the page table says the same."""
+        ledger = self.ledger
+        ledger.check_integrity()
+        expected = np.zeros_like(ledger.t0_page)
+        in_t0 = ledger.t0_page >= 0
+        expected[in_t0] = ledger.t0_page[in_t0]
+        in_window = ledger.window_page >= 0
+        expected[in_window] = ledger.window_page[in_window] + self.window_base
+        actual = self.table.v2p.cpu().numpy()
+        wrong = np.flatnonzero(expected != actual)
+        assert not len(wrong), f"page table is wrong at {wrong[:8].tolist()}"

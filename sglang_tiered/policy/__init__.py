@@ -1,0 +1,1 @@
+"""What to demote and what to promote: pure numpy, no state, no tensor."""

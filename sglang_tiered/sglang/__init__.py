@@ -1,0 +1,1 @@
+"""Every touch point with SGLang, one file per hooked or extended class."""

@@ -1,0 +1,125 @@
+"""Admission: a request enters when its rows fit the tiers, a chunk when it fits T0.
+
+Three questions, in the order in which they bind:
+  * virtual ids, as in stock SGLang;
+  * placement: rows that running requests read need T0 or the window;
+  * T0: new rows are written there, so a chunk is no longer than T0 can hold, and
+    the recent window of every running request should stay there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+# What ``check_prefill`` returns to say "not in this pass" (a chunk of no tokens)
+# and not "the pool is full", which closes admission until a request finishes.
+LATER = (True, 0)
+
+
+class TieredPrefillBudget(PrefillBudget):
+    """SGLang's budget of one prefill pass, in tokens; see the module docstring.
+
+    The scheduler pins the candidate's matched prefix while it asks, so rows of
+    the prefix that sit in T1 are already counted as unplaced.
+    """
+
+    def __init__(
+        self, allocator: Any, tree_cache: Any, *, num_mixed_decode_tokens: int = 0
+    ) -> None:
+        super().__init__(
+            allocator, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens
+        )
+        self.manager = allocator.manager
+        self.admitted = 0
+        self.cut = False  # a prompt was cut in this pass; SGLang tracks only one
+        tree_cache.begin_admission()
+
+    @property
+    def remaining_total(self) -> int:
+        placement = self.manager.room_for_reading() - self.tree_cache.session_pages()
+        virtual = self._available_and_evictable()
+        return min(virtual, placement * self.page_size) - self.total_offset
+
+    @property
+    def remaining_current(self) -> int:
+        t0, t1 = self.tree_cache.session_reads()
+        attainable = self.manager.attainable(t0, t1)
+        return attainable * self.page_size - self.current_offset
+
+    def check_prefill(
+        self,
+        *,
+        extend_input_len: int,
+        total_tokens: int,
+        max_new_tokens: int,
+        input_tokens: int,
+        swa_host_hit_length: int,
+        chunk_limit: int | None,
+        auxiliary_swa_host_hit_length: int = 0,
+    ) -> tuple[bool, int | None]:
+        if not self._windows_fit() or total_tokens >= self.remaining_total:
+            # Alone, a request needs no head room beside itself: its length was
+            # clipped to what the tiers hold.
+            if not self._is_alone():
+                return False, None
+        fit = self._fit(extend_input_len, chunk_limit)
+        if fit == 0 or (self.cut and fit is not None and fit < extend_input_len):
+            return LATER
+        return True, fit
+
+    def fit_chunk(
+        self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
+    ) -> int | None:
+        return self._fit(extend_input_len, chunk_limit) or None
+
+    def available_chunk_tokens(self, chunk_limit: int) -> int | None:
+        return chunk_limit
+
+    def can_allocate_prefill(
+        self,
+        *,
+        paged_input: int,
+        extend_input_len: int,
+        max_new_tokens: int,
+        chunk_limit: int | None,
+    ) -> bool:
+        return paged_input <= min(self.remaining_current, self.remaining_total)
+
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        extra_tokens: int = 0,
+        chunk_limit: int | None = None,
+        is_chunked_continuation: bool = False,
+    ) -> None:
+        super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
+        self.admitted += 1
+        # Only an unfinished prompt reserves no output.
+        self.cut = self.cut or max_new_tokens == 0
+        self.tree_cache.admit_candidate()
+
+    def _fit(self, extend_input_len: int, chunk_limit: int | None) -> int | None:
+        """The longest chunk that T0 can take, ``chunk_limit`` if it is shorter;
+        0 if none, or if the whole prompt must go in at once and does not fit."""
+        # One page for the row's own rounding.
+        room = self.remaining_current - self.page_size
+        if self.ceil_paged_tokens(extend_input_len) <= room:
+            return chunk_limit
+        if chunk_limit is None:
+            return 0
+        room = max(room, 0) // self.page_size * self.page_size
+        return min(chunk_limit, room)
+
+    def _windows_fit(self) -> bool:
+        """Every running request's recent window and open page fit T0."""
+        ledger = self.manager.ledger
+        each = -(-self.manager.policy.recent_window // self.page_size) + 1
+        running = self.tree_cache.running_requests() + self.admitted + 1
+        return running * each <= ledger.t0.count
+
+    def _is_alone(self) -> bool:
+        return self.admitted == 0 and self.tree_cache.running_requests() == 0

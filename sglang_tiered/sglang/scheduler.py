@@ -1,0 +1,102 @@
+"""Hooks on the scheduler: around every forward, before a retraction, and the
+message of a request that can never fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sglang_tiered.memory.manager import BatchRows
+from sglang_tiered.sglang.allocator import TieredAllocator
+from sglang_tiered.sglang.radix_cache import TieredRadixCache
+
+
+def run_batch_hook(
+    original: Callable[..., Any],
+    scheduler: Any,
+    batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """AROUND ``Scheduler.run_batch``: rows are placed and fills started right
+    before the forward, and it is known to be over right after it.
+
+    On a CPU the forward runs inside this call; nothing else runs meanwhile.
+    """
+    cache = scheduler.tree_cache
+    if not isinstance(cache, TieredRadixCache):
+        return original(scheduler, batch, *args, **kwargs)
+    manager = cache.manager
+    rows = batch_rows(batch, scheduler.token_to_kv_pool_allocator.take_new_ids())
+    manager.begin_forward(rows, read_by_extend(batch, cache))
+    try:
+        return original(scheduler, batch, *args, **kwargs)
+    finally:
+        manager.end_forward(rows)
+        cache.after_forward()
+
+
+def batch_rows(batch: Any, new_ids: np.ndarray) -> BatchRows:
+    """What the tier manager needs to know of a ``ScheduleBatch``."""
+    count = len(batch.reqs)
+    if batch.forward_mode.is_decode():
+        new_tokens = np.ones(count, dtype=np.int64)
+        decode = np.ones(count, dtype=bool)
+    else:
+        new_tokens = np.array(batch.extend_lens, dtype=np.int64)
+        # A mixed batch carries its decode rows behind the extends.
+        decode = np.zeros(count, dtype=bool)
+        decode[count - len(batch.decoding_reqs or ()) :] = True
+    if int(new_tokens.sum()) != len(new_ids):
+        raise RuntimeError(
+            f"the batch writes {int(new_tokens.sum())} rows, "
+            f"{len(new_ids)} were allocated"
+        )
+    return BatchRows(
+        row=batch.req_pool_indices_cpu.numpy(),
+        length=batch.seq_lens_cpu.numpy(),
+        new_tokens=new_tokens,
+        prompt=np.array([len(r.origin_input_ids) for r in batch.reqs], dtype=np.int64),
+        new_ids=new_ids,
+        decode=decode,
+    )
+
+
+def read_by_extend(batch: Any, cache: TieredRadixCache) -> np.ndarray | None:
+    """Virtual pages that an extend batch reads; None for a batch with decode rows
+    (every running request is in it)."""
+    if batch.forward_mode.is_decode() or batch.decoding_reqs:
+        return None
+    return np.concatenate([cache.read_by(req) for req in batch.reqs])
+
+
+def release_req_hook(
+    original: Callable[..., Any], *, req: Any, tree_cache: Any, **kwargs: Any
+) -> Any:
+    """AROUND ``schedule_batch.release_req``: a retracted request keeps its rows."""
+    if isinstance(tree_cache, TieredRadixCache):
+        tree_cache.park(req)
+    return original(req=req, tree_cache=tree_cache, **kwargs)
+
+
+def init_req_max_new_tokens_hook(
+    original: Callable[..., Any], scheduler: Any, req: Any
+) -> None:
+    """AROUND ``Scheduler.init_req_max_new_tokens``: a prompt that can never fit is
+    refused with the numbers, where stock names only its length."""
+    prompt = len(req.origin_input_ids)
+    original(scheduler, req)
+    allocator = scheduler.token_to_kv_pool_allocator
+    if not isinstance(allocator, TieredAllocator) or req.to_finish is None:
+        return
+    longest = allocator.longest_request(scheduler.chunked_prefill_size)
+    if prompt >= longest:
+        ledger, page = allocator.manager.ledger, allocator.page_size
+        req.to_finish.message = (
+            f"The prompt of {prompt} tokens cannot run here: one request can have at "
+            f"most {longest} tokens (T0 {ledger.t0.count * page} + window "
+            f"{ledger.window.count * page}, less one page). Raise --max-total-tokens "
+            "or --tiered-window-tokens, or shorten the prompt."
+        )
