@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# The value of SGLang's --radix-cache-backend that switches everything here on.
+RADIX_CACHE_BACKEND = "tiered"
+
 ENV_PREFIX = "SGLANG_TIERED_"
 TEST_ENV = ENV_PREFIX + "TEST"
 TEST_SWITCHES = frozenset({"poison", "skip-fill", "audit"})

@@ -69,8 +69,8 @@ class TierMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"sglang_tiered:{name}_total", text, names).labels(**labels)
 
-        self.parked_total = counter("parked_requests", "Retractions that kept rows.")
-        self.resumed_total = counter("resumed_requests", "Parked requests resumed.")
+        self.parked_total = counter("requests_parked", "Retractions that kept rows.")
+        self.resumed_total = counter("requests_resumed", "Parked requests resumed.")
         self.evicted_total = counter("evicted_tokens", "Cold tree rows evicted.")
         requests = Counter(
             "sglang_tiered:requests_total",

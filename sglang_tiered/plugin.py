@@ -15,10 +15,11 @@ def register() -> None:
     )
 
     from sglang_tiered.attention import cpu
-    from sglang_tiered.sglang import deployment, hooks
+    from sglang_tiered.sglang import hooks
     from sglang_tiered.sglang.factory import create_tiered_cache
+    from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND
 
     cpu.register()
-    if deployment.BACKEND_NAME not in registered_radix_cache_backends():
-        register_radix_cache_backend(deployment.BACKEND_NAME, create_tiered_cache)
+    if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
+        register_radix_cache_backend(RADIX_CACHE_BACKEND, create_tiered_cache)
     hooks.register()

@@ -7,6 +7,7 @@ is one clear error at start-up and never a late one.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -37,10 +38,10 @@ class HostPool:
             for buffer in buffers:
                 # numpy asks the kernel for huge pages where it may; gathering rows at
                 # random from a large pool is bound by address translation without them.
-                raw = np.empty(
+                raw = np.zeros(
                     layout.host_pages * layout.page_bytes(layer, buffer.name), np.uint8
                 )
-                raw.fill(0)
+                raw[:: os.sysconf("SC_PAGESIZE")] = 0
                 rows = torch.from_numpy(raw).view(buffer.dtype)
                 self._pages[layer, buffer.name] = rows.view(layout.host_pages, -1)
 

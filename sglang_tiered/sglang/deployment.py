@@ -16,9 +16,8 @@ from sglang_tiered.memory.backing import Backing
 from sglang_tiered.memory.host_pool import HostPool
 from sglang_tiered.memory.layout import PoolLayout
 from sglang_tiered.memory.manager import TierManager
+from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND
 from sglang_tiered.transfer.engine import TransferEngine
-
-BACKEND_NAME = "tiered"
 
 
 @dataclass
@@ -41,7 +40,7 @@ _current: Deployment | None = None
 
 def is_enabled() -> bool:
     """Whether this server was started with ``--radix-cache-backend tiered``."""
-    return get_memory().radix_cache_backend == BACKEND_NAME
+    return get_memory().radix_cache_backend == RADIX_CACHE_BACKEND
 
 
 def start(layout: PoolLayout) -> Deployment:

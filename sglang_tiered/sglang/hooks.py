@@ -19,6 +19,7 @@ from sglang_tiered.sglang import (
     pool,
     scheduler,
     server_args,
+    start_up,
     translator,
 )
 
@@ -42,7 +43,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SERVER_ARGS}.add_cli_args", server_args.add_cli_args_hook),
     Hook(f"{_SERVER_ARGS}.from_cli_args", server_args.from_cli_args_hook),
-    Hook(f"{_SERVER_ARGS}.resolve_once", server_args.resolve_once_hook),
+    Hook(f"{_SERVER_ARGS}.resolve_once", start_up.resolve_once_hook),
     Hook(
         f"{_CONFIGURATOR}.config_from_budget",
         capacity.config_from_budget_hook,

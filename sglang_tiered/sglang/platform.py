@@ -3,6 +3,8 @@
 SGLang's own CPU platform needs Intel AMX kernels. This one runs plain PyTorch: it
 describes the CPU as an out-of-tree device, so that every kernel choice falls back to
 the native implementation. It offers itself only where nothing better exists.
+
+SGLang imports this module very early, so it imports little.
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ import os
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND
+from sglang_tiered.config import RADIX_CACHE_BACKEND
 
 STOCK_ATTENTION_BACKEND = "torch_native"
 TIERED_ATTENTION_BACKEND = "tiered_cpu"
@@ -71,6 +72,13 @@ class TieredCpuPlatform(CpuDeviceMixin, SRTPlatform):
         arguments. By then SGLang has already written its AMX default over an absent
         ``--attention-backend``, so the user's own value is read from the raw input.
         """
+        # Not at the top: SGLang loads this module while its own are half loaded.
+        from sglang.srt.model_executor.cuda_graph_config import (
+            Backend,
+            Phase,
+            with_phase,
+        )
+
         graphs = server_args.cuda_graph_config
         for phase in Phase.ALL:
             graphs = with_phase(graphs, phase, backend=Backend.DISABLED)

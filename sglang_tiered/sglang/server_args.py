@@ -5,8 +5,9 @@ SGLang's parser; ``--config file.yaml`` works through the same parser.
 ``from_cli_args_hook`` runs when the command line has been parsed: it checks the
 settings and writes them to the environment, where every process reads them.
 
-A setting that cannot be used ends the launcher with exit code 2 and one line on
-stderr, before SGLang starts a child process.
+All of it happens in the launching process, before it starts a child. ``report`` is
+how a problem found there is told: a command line ends with exit code 2 and one line
+on stderr per problem, ``sglang.Engine`` raises.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang_tiered.config import (
+    FLAGS,
+    RADIX_CACHE_BACKEND,
+    ConfigError,
+    TieredConfig,
+)
 
-from sglang_tiered.config import FLAGS, ConfigError, TieredConfig
-from sglang_tiered.sglang import refusals
-
-RADIX_CACHE_BACKEND = "tiered"
 BACKEND_FLAG = f"--radix-cache-backend {RADIX_CACHE_BACKEND}"
 
 
@@ -64,7 +66,9 @@ def from_cli_args_hook(
     except ConfigError as error:
         fail(error)
     os.environ.update(settings)
-    return original(cls, args)
+    server_args = original(cls, args)
+    server_args._tiered_command_line = True
+    return server_args
 
 
 def environment_for(
@@ -91,22 +95,15 @@ def environment_for(
     return given
 
 
+def report(server_args: Any, error: ValueError) -> NoReturn:
+    """``fail`` if ``server_args`` came from a command line, else raise ``error``."""
+    if getattr(server_args, "_tiered_command_line", False):
+        fail(error)
+    raise error
+
+
 def fail(error: ValueError) -> NoReturn:
     """End the launcher with the error's lines on stderr and exit code 2."""
     for line in str(error).splitlines():
         print(f"sglang-tiered: error: {line}", file=sys.stderr)
     raise SystemExit(2) from None
-
-
-def resolve_once_hook(original: Callable[[Any], None], server_args: Any) -> None:
-    """AROUND ``ServerArgs.resolve_once``: refuse what the tiered pool does not work
-    with, in the launching process and before it starts a child."""
-    original(server_args)
-    cfg = resolving_view(server_args)
-    if cfg.radix_cache_backend != RADIX_CACHE_BACKEND:
-        return
-    try:
-        TieredConfig.from_env(os.environ)
-        refusals.check_server_args(cfg, os.environ)
-    except ValueError as error:
-        fail(error)

@@ -1,0 +1,182 @@
+"""What the servers are asked, and how: prompts as token ids, sent all at once.
+
+The prompts are real questions in the model's own chat template. Requests are streamed,
+so that the time to the first token is the one a user sees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+from transformers import AutoTokenizer
+
+# Each ends by itself: the demo model answers with 98 to 388 tokens, and no two of
+# them with the same number.
+QUESTIONS = (
+    "Explain why the sum of two odd numbers is always even, first with examples and "
+    "then with a proof.",
+    "A farmer has chickens and cows, 30 heads and 84 legs in all. How many of each are "
+    "there?",
+    "A shirt costs 40 dollars. It is reduced by 25 percent and then by 10 percent more. "
+    "What is the final price, and is that the same as 35 percent off?",
+    "How does a binary search work, and how many steps does it need for one million "
+    "items?",
+    "What is the difference between weather and climate?",
+    "A cyclist rides 18 km in 45 minutes. What is the average speed in km per hour, and "
+    "how far does the cyclist get in two hours?",
+    "Explain the difference between a virus and a bacterium, and why antibiotics help "
+    "against only one of them.",
+    "How does compound interest differ from simple interest? Use 1,000 dollars at 5 "
+    "percent for three years as the example.",
+    "Explain why bread rises when it is baked.",
+    "Give five tips for learning a new language and say why each one works.",
+    "Why do we have leap years?",
+    "How can a town reduce traffic jams without building new roads?",
+    "Explain how the moon causes the tides.",
+    "How does the heart pump blood around the body?",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A greedy request. `min_new_tokens` suppresses the end of the answer until then."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    min_new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: token ids, and seconds from sending to the first token."""
+
+    tokens: tuple[int, ...]
+    first_token_s: float
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Wave:
+    """The answers to requests sent at once, in their order, and the seconds it took."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def tokens(self) -> list[tuple[int, ...]]:
+        return [answer.tokens for answer in self.answers]
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def throughput(self) -> float:
+        """New tokens per second."""
+        return self.new_tokens / self.seconds
+
+
+class Chat:
+    """Turns conversations into prompts with the chat template of `model`."""
+
+    def __init__(self, model: Path) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        if self._tokenizer.chat_template is None:
+            raise ValueError(f"{model}: its tokenizer has no chat template")
+
+    def prompt(self, question: str, system: str | None = None) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": question}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._ids(messages)
+
+    def follow_up(self, question: str) -> tuple[int, ...]:
+        """The tokens that, after an answer without its end mark, ask `question`."""
+        # A template may begin a conversation with text of its own, so the tokens are
+        # those by which a conversation grows, from the end of a known answer on.
+        known = "\N{WHITE SQUARE}"
+        first = [{"role": "user", "content": "?"}]
+        answer = {"role": "assistant", "content": known}
+        text = self._text([*first, answer, {"role": "user", "content": question}])
+        grown = text.rpartition(known)[2]
+        return tuple(self._tokenizer.encode(grown, add_special_tokens=False))
+
+    def _text(self, messages: list[dict[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def _ids(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        # The template writes the special tokens itself.
+        ids = self._tokenizer.encode(self._text(messages), add_special_tokens=False)
+        return tuple(ids)
+
+
+def run_wave(
+    url: str,
+    requests: Sequence[Request],
+    on_tokens: Callable[[int], object] = lambda new: None,
+) -> Wave:
+    """Send all requests at once and wait for all answers.
+
+    `on_tokens` is called from several threads with the number of tokens that came.
+    Raises RuntimeError with the server's message when it refuses or aborts a request.
+    """
+    with (
+        httpx.Client(base_url=url, timeout=None, limits=_UNLIMITED) as client,
+        ThreadPoolExecutor(len(requests)) as pool,
+    ):
+        start = time.perf_counter()
+        answers = pool.map(lambda r: _generate(client, r, on_tokens), requests)
+        return Wave(tuple(answers), time.perf_counter() - start)
+
+
+_UNLIMITED = httpx.Limits(max_connections=None)
+
+
+def _generate(
+    client: httpx.Client, request: Request, on_tokens: Callable[[int], object]
+) -> Answer:
+    body = {
+        "input_ids": request.prompt,
+        "sampling_params": {
+            "temperature": 0,
+            "max_new_tokens": request.max_new_tokens,
+            "min_new_tokens": request.min_new_tokens,
+        },
+        "stream": True,
+    }
+    start = time.perf_counter()
+    first_token_s: float | None = None
+    event: dict[str, Any] = {}
+    seen = 0
+    with client.stream("POST", "/generate", content=orjson.dumps(body)) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"the server refused a request: {response.read()!r}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue  # an empty line between events, or the end mark
+            event = orjson.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise RuntimeError(f"the server failed a request: {event['error']}")
+            new = event["meta_info"]["completion_tokens"] - seen
+            if new and first_token_s is None:
+                first_token_s = time.perf_counter() - start
+            seen += new
+            on_tokens(new)
+    reason = event["meta_info"]["finish_reason"] if event else None
+    if reason is None or reason["type"] == "abort" or first_token_s is None:
+        raise RuntimeError(f"the server did not finish a request: {reason}")
+    return Answer(
+        tokens=tuple(event["output_ids"]),
+        first_token_s=first_token_s,
+        cached_tokens=event["meta_info"]["cached_tokens"],
+    )
