@@ -39,9 +39,9 @@ import matplotlib.pyplot as plt
 OUT = Path("out/demo")
 
 SYSTEM = (
-    "You are a careful tutor. Think through the problem one step at a time, number the "
-    "steps, say which fact or rule each step uses, and check the result in a second way "
-    "before you give it. Write full sentences and do not skip any arithmetic."
+    "You are a careful tutor. Think through the problem one step at a time, number "
+    "the steps, say which fact or rule each step uses, and check the result in a "
+    "second way before you give it. Write full sentences and do not skip arithmetic."
 )
 QUESTIONS = (
     "A baker sells 48 loaves in the morning and half as many in the afternoon. A loaf "
@@ -291,7 +291,7 @@ def run(model: Path, console: Console) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.demo",
-        description="Tiered against stock SGLang: identical tokens with a quarter of T0.",
+        description="Tiered against stock SGLang: same tokens, a quarter of T0.",
     )
     parser.add_argument(
         "--model",

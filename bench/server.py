@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -141,11 +142,9 @@ class Server:
             if process.poll() is not None:
                 what = f"the server ended with code {process.returncode}"
                 raise ServerError(self._message(what))
-            try:
+            with suppress(httpx.HTTPError):  # not listening yet, or still loading
                 if _get(f"{self.url}/health_generate").status_code == 200:
                     return
-            except httpx.HTTPError:
-                pass  # not listening yet, or still loading
             time.sleep(0.25)
         raise ServerError(
             self._message(f"the server is not up in {START_SECONDS:.0f} s")
@@ -156,15 +155,11 @@ class Server:
             return
         # First the launcher alone: it ends its children in order.
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
         # Then what is left of the group, which is nothing after an orderly end.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     def _message(self, what: str) -> str:

@@ -22,15 +22,15 @@ from transformers import AutoTokenizer
 QUESTIONS = (
     "Explain why the sum of two odd numbers is always even, first with examples and "
     "then with a proof.",
-    "A farmer has chickens and cows, 30 heads and 84 legs in all. How many of each are "
-    "there?",
-    "A shirt costs 40 dollars. It is reduced by 25 percent and then by 10 percent more. "
-    "What is the final price, and is that the same as 35 percent off?",
+    "A farmer has chickens and cows, 30 heads and 84 legs in all. How many of each "
+    "are there?",
+    "A shirt costs 40 dollars. It is reduced by 25 percent and then by 10 percent "
+    "more. What is the final price, and is that the same as 35 percent off?",
     "How does a binary search work, and how many steps does it need for one million "
     "items?",
     "What is the difference between weather and climate?",
-    "A cyclist rides 18 km in 45 minutes. What is the average speed in km per hour, and "
-    "how far does the cyclist get in two hours?",
+    "A cyclist rides 18 km in 45 minutes. What is the average speed in km per hour, "
+    "and how far does the cyclist get in two hours?",
     "Explain the difference between a virus and a bacterium, and why antibiotics help "
     "against only one of them.",
     "How does compound interest differ from simple interest? Use 1,000 dollars at 5 "
@@ -46,7 +46,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Request:
-    """A greedy request. `min_new_tokens` suppresses the end of the answer until then."""
+    """A greedy request; it cannot end by itself before `min_new_tokens`."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int

@@ -15,9 +15,9 @@ def register() -> None:
     )
 
     from sglang_tiered.attention import cpu
+    from sglang_tiered.config import RADIX_CACHE_BACKEND
     from sglang_tiered.sglang import hooks
     from sglang_tiered.sglang.factory import create_tiered_cache
-    from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND
 
     cpu.register()
     if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():

@@ -35,16 +35,30 @@ class TieredCpuAttnBackend(TorchNativeAttnBackend):
         self._lanes = torch.arange(len(batch))
 
     def _run_sdpa_forward_extend(
-        self, query: Any, output: Any, k: Any, v: Any, req_to_token: Any,
-        req_pool_indices: Any, *args: Any, **kwargs: Any,
+        self,
+        query: Any,
+        output: Any,
+        k: Any,
+        v: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         return super()._run_sdpa_forward_extend(
             query, output, k, v, self._physical, self._lanes, *args, **kwargs
         )
 
     def _run_sdpa_forward_decode(
-        self, query: Any, output: Any, k: Any, v: Any, req_to_token: Any,
-        req_pool_indices: Any, *args: Any, **kwargs: Any,
+        self,
+        query: Any,
+        output: Any,
+        k: Any,
+        v: Any,
+        req_to_token: Any,
+        req_pool_indices: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         return super()._run_sdpa_forward_decode(
             query, output, k, v, self._physical, self._lanes, *args, **kwargs

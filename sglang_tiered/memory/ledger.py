@@ -194,9 +194,7 @@ class Ledger:
         self.version += 1
         self.window_version += 1
 
-    def assign(
-        self, pages: np.ndarray, row: np.ndarray, index: np.ndarray
-    ) -> None:
+    def assign(self, pages: np.ndarray, row: np.ndarray, index: np.ndarray) -> None:
         """Private ``pages`` hold page ``index`` of the request in ``row``
         (int64 [n] each); the prompt length of the row must be known."""
         self.owner[pages] = row
@@ -312,10 +310,7 @@ class Ledger:
     def unplaced_pages(self) -> np.ndarray:
         """Read pages that have neither a T0 nor a window page, int64 [k]."""
         return np.flatnonzero(
-            self.live
-            & (self.readers > 0)
-            & (self.t0_page < 0)
-            & (self.window_page < 0)
+            self.live & (self.readers > 0) & (self.t0_page < 0) & (self.window_page < 0)
         )
 
     def is_open(self, pages: np.ndarray) -> np.ndarray:

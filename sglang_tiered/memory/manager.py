@@ -37,8 +37,8 @@ from sglang_tiered.policy.ranking import (
 # Demote this share of T0 more than was asked for, so that a full pool is scanned
 # once in many steps and not once per step.
 DEMOTE_SLACK = 1 / 32
-# Promote only what is free beyond this share of T0 (above the slack, or a
-# promotion would cause the next demotion).
+# Promote only into what is free beyond this share of T0; well above the slack, or
+# a promotion would cause the next demotion.
 HIGH_WATERMARK = 1 / 8
 # Forwards during which a promoted page is demoted only after all others.
 SETTLE_FORWARDS = 32
@@ -47,9 +47,10 @@ SETTLE_FORWARDS = 32
 class Mover(Protocol):
     """Carries copies out; ordering is its business (``transfer.engine``)."""
 
-    submitted_epoch: int
-    done_epoch: int
-
+    @property
+    def submitted_epoch(self) -> int: ...
+    @property
+    def done_epoch(self) -> int: ...
     def demote(
         self, t0_pages: np.ndarray, host_pages: np.ndarray, written_epoch: int
     ) -> None: ...
@@ -329,6 +330,9 @@ class TierManager:
     def _slack(self) -> int:
         return int(self.ledger.t0.count * DEMOTE_SLACK)
 
+    def _watermark(self) -> int:
+        return max(1, int(self.ledger.t0.count * HIGH_WATERMARK))
+
     def _view(self, pages: np.ndarray) -> PageView:
         ledger = self.ledger
         row = ledger.owner[pages]
@@ -360,7 +364,7 @@ class TierManager:
         )
         return view, protection
 
-    def _demote_for(self, need: int) -> bool:
+    def _demote_for(self, need: int, slack: bool = True) -> bool:
         """Free ``need`` T0 pages, and some slack if that costs no protected row.
         False, and nothing moved, if fewer can be freed."""
         ledger = self.ledger
@@ -374,7 +378,8 @@ class TierManager:
         if len(order) < need:
             return False
         cheap = int((protection[order] <= Protection.UNPROTECTED).sum())
-        chosen = pages[order[: max(need, min(cheap, need + self._slack()))]]
+        extra = self._slack() if slack else 0
+        chosen = pages[order[: max(need, min(cheap, need + extra))]]
         chosen = self._with_host_pages(chosen, need)
         if chosen is None:
             return False
@@ -429,16 +434,21 @@ class TierManager:
             self.poison(window[window >= 0] + self.window_base)
 
     def _promote_into_free_t0(self) -> None:
-        """Rows return when T0 has room beyond the high watermark."""
+        """Rows return when T0 has room beyond the high watermark. Pages that nobody
+        reads count as room: a row that is read costs a copy in every step."""
         ledger = self.ledger
-        spare = ledger.t0.available - max(
-            1, int(ledger.t0.count * HIGH_WATERMARK)
-        )
-        if spare <= 0 or not ledger.window.used:
+        if not ledger.window.used:
             return
+        unread, _ = self._movable()
+        spare = ledger.t0.available + unread - self._watermark()
+        if spare < max(1, self._slack()):
+            return  # not worth a scan
         pages = ledger.in_window()
-        order = promotion_order(*self._rank(pages))
-        self._promote(pages[order[:spare]])
+        pages = pages[promotion_order(*self._rank(pages))][:spare]
+        short = len(pages) - ledger.t0.available
+        if short > 0 and not self._demote_for(short, slack=False):
+            pages = pages[: ledger.t0.available]
+        self._promote(pages)
 
     def _retier(self, batch: BatchRows) -> None:
         """Ratio mode: requests that are due keep ``hbm_ratio`` of their

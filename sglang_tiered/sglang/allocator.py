@@ -50,6 +50,7 @@ class TieredAllocator(BaseTokenToKVPoolAllocator):
         self._new_ids: list[np.ndarray] = []
         self._audited = -1
         super().__init__(size, page_size, dtype, device, kvcache, need_sort=False)
+        self.free_group: list[torch.Tensor] | None = None
 
     # -- counts in virtual ids -------------------------------------------------
 
@@ -253,7 +254,8 @@ def build_allocator_hook(
         return original(configurator, **kwargs)
     parts = deployment.current()
     config, layout = parts.config, parts.layout
-    assert parts.backing is not None and parts.engine is not None
+    assert parts.backing is not None
+    assert parts.engine is not None
     ledger = Ledger(
         t0_pages=layout.t0_pages,
         host_pages=layout.host_pages,

@@ -59,11 +59,11 @@ class TieredPrefillBudget(PrefillBudget):
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
-        if not self._windows_fit() or total_tokens >= self.remaining_total:
-            # Alone, a request needs no head room beside itself: its length was
-            # clipped to what the tiers hold.
-            if not self._is_alone():
-                return False, None
+        fits = self._windows_fit() and total_tokens < self.remaining_total
+        # Alone, a request needs no head room beside itself: its length was clipped
+        # to what the tiers hold.
+        if not fits and not self._is_alone():
+            return False, None
         fit = self._fit(extend_input_len, chunk_limit)
         if fit == 0 or (self.cut and fit is not None and fit < extend_input_len):
             return LATER

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from sglang.srt.runtime_context import get_memory
 
-from sglang_tiered.config import TieredConfig
+from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
 from sglang_tiered.memory.backing import Backing
 from sglang_tiered.memory.host_pool import HostPool
 from sglang_tiered.memory.layout import PoolLayout
 from sglang_tiered.memory.manager import TierManager
-from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND
 from sglang_tiered.transfer.engine import TransferEngine
 
 

@@ -80,7 +80,9 @@ class TieredRadixCache(UnifiedRadixCache):
         return metrics
 
     def _publish(self, publish: Callable[..., None]) -> None:
-        publish(self.manager, self.manager.mover, len(self._parked), deployment.hook_calls)
+        publish(
+            self.manager, self.manager.mover, len(self._parked), deployment.hook_calls
+        )
 
     def after_forward(self) -> None:
         if self.metrics is not None:

@@ -5,8 +5,8 @@ them without an error. Each row of the tables here names one: the flag, why it c
 work, and what to do. SGLang keeps the same kind of list for its own virtual ids
 (``handle_unified_memory_pool``), but keyed on a flag that is off here.
 
-``check_server_args`` needs the resolved arguments, ``check_model`` the model's
-configuration, ``check_pool`` what is known when the pool is built. All raise
+``check_server_args`` looks at the arguments, ``check_model`` at the model's
+configuration, ``check_pool`` at what is known when the pool is built. All raise
 ``Refusal`` with one line per problem.
 """
 
@@ -146,18 +146,20 @@ ENVIRONMENT_ROWS: dict[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def check_server_args(cfg: Any, environ: Mapping[str, str]) -> None:
-    """Raise Refusal if the resolved server arguments do not fit the tiered pool.
+def check_server_args(
+    cfg: Any, environ: Mapping[str, str], *, resolved: bool = True
+) -> None:
+    """Raise Refusal if the server arguments do not fit the tiered pool.
 
     cfg: a view with SGLang's argument names as attributes, ``resolving_view(args)``.
     environ: the process environment, after resolution (models may set variables).
+    resolved: False leaves out what SGLang itself decides unless told: attention
+    backends and graphs.
     """
-    _refuse(
-        *_argument_problems(cfg),
-        *_backend_problems(cfg),
-        *_graph_problems(cfg),
-        *_environment_problems(environ),
-    )
+    problems = [*_argument_problems(cfg), *_environment_problems(environ)]
+    if resolved:
+        problems += [*_backend_problems(cfg), *_graph_problems(cfg)]
+    _refuse(*problems)
 
 
 def _argument_problems(cfg: Any) -> Iterable[str]:
@@ -169,7 +171,7 @@ def _argument_problems(cfg: Any) -> Iterable[str]:
 
 def _backend_problems(cfg: Any) -> Iterable[str]:
     supported = ATTENTION_BACKENDS.get(cfg.device)
-    if supported is None:  # refused by its own row, or not resolved yet
+    if supported is None:  # refused by its own row
         return
     fix = f"use --attention-backend {supported[0]}"
     if cfg.device == "cpu":
@@ -179,7 +181,7 @@ def _backend_problems(cfg: Any) -> Iterable[str]:
         if getattr(cfg, field) is None:
             field = "attention_backend"
         value = getattr(cfg, field)
-        if value is not None and value not in supported:
+        if value not in supported:
             yield Row(
                 field,
                 bool,
@@ -192,8 +194,6 @@ def _backend_problems(cfg: Any) -> Iterable[str]:
 
 def _graph_problems(cfg: Any) -> Iterable[str]:
     graphs = cfg.cuda_graph_config
-    if graphs is None:
-        return
     # A breakable prefill graph runs attention eagerly, so it asks for each layer.
     if graphs.prefill.backend == "full":
         yield (

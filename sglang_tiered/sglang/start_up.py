@@ -8,9 +8,9 @@ from typing import Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
 
-from sglang_tiered.config import TieredConfig
+from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
 from sglang_tiered.sglang import refusals
-from sglang_tiered.sglang.server_args import RADIX_CACHE_BACKEND, fail
+from sglang_tiered.sglang.server_args import fail
 
 
 def resolve_once_hook(original: Callable[[Any], None], server_args: Any) -> None:

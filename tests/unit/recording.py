@@ -1,4 +1,4 @@
-"""Streams that run nothing until told, and then in the worst order their waits allow."""
+"""Streams that run nothing until told, then in the worst order their waits allow."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,7 +28,7 @@ class Recorder:
     """Three streams of one device.
 
     `forget(waiter, event)` makes every wait of work whose name starts with `waiter` for
-    an event whose name starts with `event` disappear, as if the code had left it out.
+    an event whose name starts with `event` disappear, as if the code left it out.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Recorder:
         return [event.name for event in self.named(start).after]
 
     def run(self, *eager: str) -> None:
-        """Run all that can run; of several, work of the stream named first."""
-        while ready := self._ready():
+        """Run all that can run on these streams, work of the one named first first."""
+        while ready := [work for work in self._ready() if work.stream in eager]:
             work = min(ready, key=lambda work: eager.index(work.stream))
             work.work()
             work.has_run = True

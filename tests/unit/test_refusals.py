@@ -93,8 +93,12 @@ ENVIRONMENT_CASES = [
 
 def view(**fields):
     """SGLang's own arguments on a CPU, as far as they matter here, with ``fields``."""
-    resolved = {"device": "cpu", "attention_backend": "tiered_cpu", **fields}
-    return resolving_view(ServerArgs(model_path="model", **resolved))
+    resolved = {
+        "device": "cpu",
+        "attention_backend": "tiered_cpu",
+        "cuda_graph_config": graphs(),
+    }
+    return resolving_view(ServerArgs(model_path="model", **resolved | fields))
 
 
 def graphs(*, decode=Backend.DISABLED, prefill=Backend.DISABLED):
@@ -216,6 +220,17 @@ def test_a_breakable_prefill_graph_is_accepted():
 def test_a_decode_graph_is_refused(backend):
     (line,) = refused_lines(view(cuda_graph_config=graphs(decode=backend)))
     assert line.startswith(f"--cuda-graph-backend-decode {backend}: ")
+
+
+def test_unresolved_arguments_are_not_held_to_sglangs_own_choices():
+    cfg = resolving_view(ServerArgs(model_path="model", device="cpu"))
+    check_server_args(cfg, {}, resolved=False)
+
+
+def test_unresolved_arguments_are_checked_for_what_the_user_gave():
+    cfg = resolving_view(ServerArgs(model_path="model", enable_hisparse=True))
+    with pytest.raises(Refusal, match=r"^--enable-hisparse: "):
+        check_server_args(cfg, {}, resolved=False)
 
 
 # --- environment -------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs, prepare_server_args
+from test_refusals import ARGUMENT_CASES
 
 from sglang_tiered.sglang import server_args, start_up
 from sglang_tiered.sglang.platform import accelerator_present
@@ -83,6 +84,18 @@ def test_plain_arguments_resolve(model):
     args = parse(*TIERED, model_path=model())
     args.resolve_once()
     assert resolving_view(args).attention_backend == "tiered_cpu"
+
+
+@needs_cpu_platform
+@pytest.mark.parametrize(("field", "value"), ARGUMENT_CASES)
+def test_every_refusal_comes_before_sglangs_own_error(capsys, model, field, value):
+    flag = "--" + field.replace("_", "-")
+    argv = [flag] if value is True else [flag, str(value)]
+    args = parse(*TIERED, *argv, model_path=model())
+    with pytest.raises(SystemExit) as exit_:
+        args.resolve_once()
+    assert exit_.value.code == 2
+    assert f"sglang-tiered: error: {' '.join(argv)}: " in capsys.readouterr().err
 
 
 @needs_cpu_platform

@@ -1,5 +1,6 @@
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,10 @@ def fail() -> None:
 
 def nothing() -> None:
     pass
+
+
+def pass_through(gate: threading.Event) -> None:
+    gate.wait()
 
 
 @pytest.fixture
@@ -58,7 +63,7 @@ def test_an_event_is_done_after_the_wait(stream: Stream) -> None:
 def test_work_runs_in_the_order_of_submission(stream: Stream) -> None:
     ran: list[int] = []
     for number in range(100):
-        last = stream.submit(str(number), lambda n=number: ran.append(n))  # type: ignore[misc]
+        last = stream.submit(str(number), partial(ran.append, number))
     last.wait()
     assert ran == list(range(100))
 
@@ -71,7 +76,7 @@ def test_close_is_idempotent(stream: Stream) -> None:
 def test_a_thread_runs_beside_the_caller(
     thread: ThreadStream, gate: threading.Event
 ) -> None:
-    event = thread.submit("one", lambda: bool(gate.wait()) or None)
+    event = thread.submit("one", partial(pass_through, gate))
     assert not event.done()
     gate.set()
     event.wait()
@@ -87,8 +92,7 @@ def test_inline_work_waits_for_the_events_before_it(
         ran.append("first")
 
     event = thread.submit("first", first)
-    opener = threading.Timer(0, gate.set)
-    opener.start()
+    threading.Thread(target=gate.set).start()
     InlineStream().submit("second", lambda: ran.append("second"), [event])
     assert ran == ["first", "second"]
 
@@ -150,8 +154,8 @@ def test_a_failed_wait_has_waited_for_the_other_events_too(
 ) -> None:
     """sglang#27444: the memory of a copy may be reused after a failure next to it."""
     failed = thread.submit("one", fail)
-    slow = thread.submit("two", lambda: bool(gate.wait()) or None)
-    threading.Timer(0, gate.set).start()
+    slow = thread.submit("two", partial(pass_through, gate))
+    threading.Thread(target=gate.set).start()
     with pytest.raises(Broken):
         InlineStream().submit("three", nothing, [failed, slow])
     assert slow.done()
@@ -160,7 +164,7 @@ def test_a_failed_wait_has_waited_for_the_other_events_too(
 def test_all_waiters_of_an_event_are_released(
     thread: ThreadStream, gate: threading.Event
 ) -> None:
-    event = thread.submit("one", lambda: bool(gate.wait()) or None)
+    event = thread.submit("one", partial(pass_through, gate))
     waiters = [threading.Thread(target=event.wait) for _ in range(4)]
     for waiter in waiters:
         waiter.start()
@@ -173,9 +177,9 @@ def test_all_waiters_of_an_event_are_released(
 def test_close_lets_submitted_work_run_out(gate: threading.Event) -> None:
     ran: list[int] = []
     stream = ThreadStream("test")
-    stream.submit("one", lambda: bool(gate.wait()) or None)
+    stream.submit("one", partial(pass_through, gate))
     for number in range(5):
-        stream.submit("more", lambda n=number: ran.append(n))  # type: ignore[misc]
+        stream.submit("more", partial(ran.append, number))
     gate.set()
     stream.close()
     assert ran == [0, 1, 2, 3, 4]
