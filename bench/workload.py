@@ -158,7 +158,7 @@ def _generate(
     first_token_s: float | None = None
     event: dict[str, Any] = {}
     seen = 0
-    with client.stream("POST", "/generate", content=orjson.dumps(body)) as response:
+    with client.stream("POST", "/generate", json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"the server refused a request: {response.read()!r}")
         for line in response.iter_lines():

@@ -460,7 +460,7 @@ class TierManager:
         if not len(due):
             return
         pages = np.flatnonzero(np.isin(ledger.owner, due) & ledger.private)
-        view, protection = self._rank(pages)
+        _, protection = self._rank(pages)
         unprotected = (protection == Protection.UNPROTECTED) | (
             protection == Protection.SETTLING
         )

@@ -115,7 +115,7 @@ class SlotPool:
         self._sorted = False
 
     def check_integrity(self) -> None:
-        """Every slot is free, quarantined or handed out: once. Raises AssertionError."""
+        """Every slot is free, quarantined or handed out, once; else AssertionError."""
         free = self.free_slots()
         assert len(np.unique(free)) == len(free), f"{self.name}: free twice"
         assert not self._handed_out[free].any(), f"{self.name}: free and owned"

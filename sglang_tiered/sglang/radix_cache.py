@@ -249,13 +249,13 @@ class TieredRadixCache(UnifiedRadixCache):
         """Before a retraction frees the rows of ``req``: put the exact ones into
         the tree and hold them there until the request resumes or goes away.
 
-        The last row is left out: the forward in flight may still be writing it,
-        and its token is recomputed anyway.
+        A resume extends at least its last known token, so that token's row is left
+        out: under overlap scheduling the forward in flight is still writing it.
         """
         if not self._can_park(req):
             return
         req.refresh_fill_ids()
-        exact = req.kv.kv_committed_len - 1
+        exact = min(req.kv.kv_committed_len, len(req.full_untruncated_fill_ids) - 1)
         if exact > req.kv.cache_protected_len:
             self.checkpoint(req, up_to=exact)
         node = req.last_node

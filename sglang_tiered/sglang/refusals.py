@@ -111,7 +111,6 @@ SERVER_ARG_ROWS: tuple[Row, ...] = (
     _size("tp_size", _RANKS),
     _size("pp_size", _RANKS),
     _size("attn_dp_size", _RANKS),
-    _switch("enable_dp_attention", _RANKS),
     _size("dcp_size", _CONTEXT),
     _size("attn_cp_size", _CONTEXT),
     _switch("enable_prefill_cp", _CONTEXT),

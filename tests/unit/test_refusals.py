@@ -58,7 +58,6 @@ ARGUMENT_CASES = [
     ("tp_size", 2),
     ("pp_size", 2),
     ("attn_dp_size", 2),
-    ("enable_dp_attention", True),
     ("dcp_size", 2),
     ("attn_cp_size", 2),
     ("enable_prefill_cp", True),

@@ -99,6 +99,14 @@ def test_every_refusal_comes_before_sglangs_own_error(capsys, model, field, valu
 
 
 @needs_cpu_platform
+def test_the_old_name_of_attention_data_parallelism_is_refused(capsys, model):
+    old = ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"]
+    with pytest.raises(SystemExit):
+        parse(*TIERED, *old, model_path=model()).resolve_once()
+    assert "sglang-tiered: error: --attn-dp-size 2: " in capsys.readouterr().err
+
+
+@needs_cpu_platform
 def test_a_refused_argument_ends_the_launcher_with_one_line(capsys, model):
     args = parse(*TIERED, "--disable-radix-cache", model_path=model())
     with pytest.raises(SystemExit) as exit_:

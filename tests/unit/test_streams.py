@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from sglang_tiered.transfer.streams import InlineStream, Stream, ThreadStream
+from sglang_tiered.transfer.streams import Event, InlineStream, Stream, ThreadStream
 
 
 class Broken(Exception):
@@ -17,6 +17,22 @@ def fail() -> None:
 
 def nothing() -> None:
     pass
+
+
+class Opening:
+    """An event that opens the gate of its work when it is waited for, not before."""
+
+    def __init__(self, event: Event, gate: threading.Event) -> None:
+        self.name = event.name
+        self._event = event
+        self._gate = gate
+
+    def wait(self) -> None:
+        self._gate.set()
+        self._event.wait()
+
+    def done(self) -> bool:
+        return self._event.done()
 
 
 def pass_through(gate: threading.Event) -> None:
@@ -92,8 +108,8 @@ def test_inline_work_waits_for_the_events_before_it(
         ran.append("first")
 
     event = thread.submit("first", first)
-    threading.Thread(target=gate.set).start()
-    InlineStream().submit("second", lambda: ran.append("second"), [event])
+    after = [Opening(event, gate)]
+    InlineStream().submit("second", lambda: ran.append("second"), after)
     assert ran == ["first", "second"]
 
 
@@ -155,9 +171,8 @@ def test_a_failed_wait_has_waited_for_the_other_events_too(
     """sglang#27444: the memory of a copy may be reused after a failure next to it."""
     failed = thread.submit("one", fail)
     slow = thread.submit("two", partial(pass_through, gate))
-    threading.Thread(target=gate.set).start()
     with pytest.raises(Broken):
-        InlineStream().submit("three", nothing, [failed, slow])
+        InlineStream().submit("three", nothing, [failed, Opening(slow, gate)])
     assert slow.done()
 
 
