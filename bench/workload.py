@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,11 @@ def run_wave(
         start = time.perf_counter()
         answers = pool.map(lambda r: _generate(client, r, on_tokens), requests)
         return Wave(tuple(answers), time.perf_counter() - start)
+
+
+def warm_up(url: str, requests: Sequence[Request]) -> None:
+    """Let the server meet these requests once, for two tokens each."""
+    run_wave(url, [replace(r, max_new_tokens=2, min_new_tokens=2) for r in requests])
 
 
 _UNLIMITED = httpx.Limits(max_connections=None)

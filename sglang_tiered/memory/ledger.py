@@ -387,7 +387,8 @@ class Ledger:
         assert ((t0 >= 0) | (host >= 0)).all(), "a live page has no bytes anywhere"
         assert not ((window >= 0) & (t0 >= 0)).any(), "in T0 and in the window"
         assert not ((window >= 0) & (readers == 0)).any(), "window page without reader"
-        assert (readers >= 0).all() and (self.parks >= 0).all()
+        assert (readers >= 0).all()
+        assert (self.parks >= 0).all()
         assert not self.readers[~self.live].any(), "a dead page has readers"
         assert (self.at_t0[t0[t0 >= 0]] == pages[t0 >= 0]).all()
         assert int((self.at_t0 > 0).sum()) == self.t0.used

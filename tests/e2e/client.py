@@ -79,7 +79,12 @@ def send(url: str, asks: Sequence[Ask], timeout_s: float = ANSWER_SECONDS) -> li
         limits = httpx.Limits(max_connections=None)
         async with (
             asyncio.timeout(timeout_s),
-            httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client,
+            httpx.AsyncClient(
+                base_url=url,
+                timeout=None,
+                limits=limits,
+                headers={"content-type": "application/json"},
+            ) as client,
         ):
             return await asyncio.gather(*(_ask(client, ask) for ask in asks))
 

@@ -1,6 +1,7 @@
 """platform.py: SGLang on a machine without an accelerator, and stepping aside."""
 
 import json
+import os
 import types
 
 import pytest
@@ -30,8 +31,10 @@ LLAMA = {
 
 
 @pytest.fixture
-def resolve(tmp_path):
+def resolve(tmp_path, monkeypatch):
     """Resolve server arguments the way a launcher does."""
+    # Resolution writes to the environment.
+    monkeypatch.setattr(os, "environ", os.environ.copy())
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
 
     def resolved(**fields):

@@ -1,5 +1,6 @@
 """server_args.py: the --tiered-* flags on SGLang's own parser, through its registry."""
 
+import logging
 import os
 
 import pytest
@@ -36,6 +37,8 @@ def environ(monkeypatch):
     """A copy of the environment, without our settings, that the test may change."""
     copy = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_TIERED_")}
     monkeypatch.setattr(os, "environ", copy)
+    # Parsing points the root logger at this test's stderr, which closes with it.
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)
     return copy
 
 

@@ -180,7 +180,7 @@ def test_all_waiters_of_an_event_are_released(
     thread: ThreadStream, gate: threading.Event
 ) -> None:
     event = thread.submit("one", partial(pass_through, gate))
-    waiters = [threading.Thread(target=event.wait) for _ in range(4)]
+    waiters = [threading.Thread(target=event.wait, daemon=True) for _ in range(4)]
     for waiter in waiters:
         waiter.start()
     gate.set()

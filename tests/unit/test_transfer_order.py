@@ -413,6 +413,14 @@ def test_the_fill_of_the_next_layer_is_issued_before_this_one_is_read(rig: Rig) 
     assert issued == [2, 3, 4, 4]
 
 
+def test_the_wait_for_the_value_does_nothing_after_that_for_the_key(rig: Rig) -> None:
+    rig.engine.begin_forward(pages(5), rig.window(0))
+    rig.engine.wait_until(0)
+    submitted = len(rig.recorder.submitted)
+    rig.engine.wait_until(0)
+    assert len(rig.recorder.submitted) == submitted
+
+
 def test_plans_are_kept_as_they_were_given(rig: Rig) -> None:
     """vllm#39702: the caller's tables move on before the copy runs."""
     source, target = pages(3), pages(5)

@@ -1,0 +1,129 @@
+"""No pressure: what the tiers cost when T0 is larger than the demand.
+
+A stock and a tiered server of the same T0 take turns. A run first asks fourteen
+questions one after the other, each for one token, for the time to the first token; then
+eight at once for 128 tokens each, for the throughput.
+
+Passes if the tiered server has, in medians over the runs, at least 0.98x the throughput
+and at most 1.03x the time to the first token, and moved no bytes.
+
+Prints a table and writes `out/overhead/result.json`; exit code 0 if all pass, 1 if not,
+2 if a server failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+
+from bench.model import ModelError, demo_model
+from bench.rounds import Check, conclude, measure, median_of
+from bench.server import Flags, Server, ServerError, tiered
+from bench.workload import QUESTIONS, Chat, Request, run_wave, warm_up
+
+OUT = Path("out/overhead")
+
+CONCURRENT = 8
+NEW_TOKENS = 128
+REPEATS = 5
+QUICK_REPEATS = 2
+# Each larger than the demand several times, so that neither server is ever short.
+T0_TOKENS = 8192
+WINDOW_TOKENS = 1024
+RECENT_WINDOW = 32
+
+STOCK, TIERED = "stock", "tiered"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds to the first token of each single request, and the wave's tokens/s."""
+
+    first_token_s: tuple[float, ...]
+    throughput: float
+    moved_bytes: float
+
+
+ROWS: dict[str, Callable[[Run], float]] = {
+    "throughput, tok/s": lambda run: run.throughput,
+    "time to first token, ms": lambda run: 1000 * median(run.first_token_s),
+    "moved, MB": lambda run: run.moved_bytes / 1e6,
+}
+
+
+def run_once(
+    server: Server, single: Sequence[Request], together: Sequence[Request]
+) -> Run:
+    warm_up(server.url, single)
+    before = server.counters()
+    server.flush_cache()
+    first_token_s = tuple(
+        run_wave(server.url, [request]).answers[0].first_token_s for request in single
+    )
+    server.flush_cache()
+    throughput = run_wave(server.url, together).throughput
+    return Run(first_token_s, throughput, (server.counters() - before).moved_bytes)
+
+
+def judge(results: dict[str, list[Run]]) -> list[Check]:
+    def ratio(row: str) -> float:
+        number = ROWS[row]
+        return median_of(results[TIERED], number) / median_of(results[STOCK], number)
+
+    moved = max(run.moved_bytes for run in results[TIERED])
+    return [
+        Check("throughput, of stock", ratio("throughput, tok/s"), 0.98),
+        Check(
+            "time to first token, of stock",
+            ratio("time to first token, ms"),
+            1.03,
+            at_most=True,
+        ),
+        Check("bytes moved", moved, 0, at_most=True),
+    ]
+
+
+def run(model: Path, quick: bool, console: Console) -> int:
+    chat = Chat(model)
+    prompts = [chat.prompt(question) for question in QUESTIONS]
+    single = [Request(prompt, 1) for prompt in prompts]
+    together = [Request(p, NEW_TOKENS, NEW_TOKENS) for p in prompts[:CONCURRENT]]
+    flags = {
+        STOCK: Flags(T0_TOKENS),
+        TIERED: tiered(T0_TOKENS, WINDOW_TOKENS, RECENT_WINDOW),
+    }
+    results = measure(
+        model,
+        tuple(flags),
+        QUICK_REPEATS if quick else REPEATS,
+        lambda column, results: flags[column],
+        lambda server: run_once(server, single, together),
+        OUT,
+        console,
+    )
+    about = {"model": str(model), "t0_tokens": T0_TOKENS, "window": WINDOW_TOKENS}
+    return conclude(results, ROWS, judge(results), about, OUT, console)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead",
+        description="Tiered against stock SGLang with room for everything in T0.",
+    )
+    parser.add_argument("--quick", action="store_true", help="two runs each, not five")
+    console = Console()
+    try:
+        return run(demo_model(), parser.parse_args().quick, console)
+    except (ModelError, ServerError, RuntimeError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""A real tier manager over real memory, with rows whose content names them."""
+
+import numpy as np
+import torch
+from recording import Recorder
+
+from sglang_tiered.memory.backing import MemfdBacking
+from sglang_tiered.memory.host_pool import HostPool
+from sglang_tiered.memory.layout import PoolLayout, RowBuffer
+from sglang_tiered.memory.ledger import Ledger
+from sglang_tiered.memory.manager import BatchRows, TierManager, TierPolicy
+from sglang_tiered.memory.page_table import PageTable
+from sglang_tiered.transfer.engine import TransferEngine
+from sglang_tiered.transfer.streams import InlineStream, ThreadStream
+
+LAYERS = 4
+LAYER = (RowBuffer("k", (2,), torch.float32), RowBuffer("v", (1,), torch.float32))
+
+Array = np.ndarray
+NO_PAGES = np.empty(0, dtype=np.int64)
+
+
+def pages(*numbers: int) -> Array:
+    return np.array(numbers, dtype=np.int64)
+
+
+def content(layer: int, name: str, values: Array) -> Array:
+    """The row of ``name`` in ``layer`` of the tokens that hold ``values``."""
+    if name == "k":
+        return np.stack([values, np.full_like(values, layer)], axis=-1)
+    return -values[..., None] - layer
+
+
+class Tiers:
+    """Manager, ledger, page table, engine, backing and host pool of one small pool.
+
+    A row that nobody may read is NaN, unless the copies are only recorded.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 1,
+        t0: int = 16,
+        window: int = 8,
+        host: int = 32,
+        rows: int = 8,
+        policy: TierPolicy | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.layout = PoolLayout(page_size, t0, window, host, (LAYER,) * LAYERS)
+        self.backing = MemfdBacking(self.layout)
+        self.host = HostPool(self.layout)
+        self.engine = TransferEngine(
+            self.backing,
+            self.host,
+            schedule=InlineStream() if recorder is None else recorder.schedule,
+            fill=ThreadStream("fill") if recorder is None else recorder.fill,
+            forward=None if recorder is None else recorder.forward,
+        )
+        self.ledger = Ledger(
+            t0_pages=t0,
+            host_pages=host,
+            window_pages=window,
+            max_rows=rows,
+            page_size=page_size,
+        )
+        self.manager = TierManager(
+            ledger=self.ledger,
+            table=PageTable(self.ledger.virtual.count, page_size),
+            mover=self.engine,
+            policy=policy or TierPolicy(sink_tokens=0, recent_window=1),
+            window_base=self.backing.window_base,
+            poison=self.poison if recorder is None else None,
+        )
+        self.page_size = page_size
+        if recorder is None:
+            self.poison(np.arange(1, self.backing.window_base + window))
+
+    def close(self) -> None:
+        self.engine.close()
+        self.backing.close()
+
+    def poison(self, physical: Array) -> None:
+        for layer in range(LAYERS):
+            for buffer in LAYER:
+                self._rows(layer, buffer.name)[physical] = np.nan
+
+    def physical(self, virtual: Array) -> Array:
+        """Where attention finds the bytes of the virtual pages."""
+        return self.manager.table.v2p.numpy()[virtual]
+
+    def write(self, layer: int, ids: Array, values: Array) -> None:
+        """The forward writes the rows of tokens ``ids``."""
+        for buffer in LAYER:
+            rows = self._rows(layer, buffer.name)
+            where = self.physical(ids // self.page_size), ids % self.page_size
+            rows[where] = content(layer, buffer.name, values)
+
+    def reads(self, layer: int, ids: Array, values: Array) -> bool:
+        """Whether attention of ``layer`` sees ``values`` at tokens ``ids``."""
+        where = self.physical(ids // self.page_size), ids % self.page_size
+        return all(
+            np.array_equal(
+                self._rows(layer, buffer.name)[where],
+                content(layer, buffer.name, values),
+            )
+            for buffer in LAYER
+        )
+
+    def holds(self, virtual: Array, values: Array) -> bool:
+        """Whether every tier that has a copy of the pages ([n]) holds ``values``
+        ([n, page_size]; NaN where no token is)."""
+        written = ~np.isnan(values)
+        in_t0 = self.ledger.t0_page[virtual] >= 0
+        on_host = self.ledger.host_page[virtual] >= 0
+        copies = (
+            (self._rows, self.ledger.t0_page, in_t0),
+            (self._host_rows, self.ledger.host_page, on_host),
+        )
+        return all(
+            np.array_equal(
+                rows(layer, buffer.name)[page[virtual[there]]][written[there]],
+                content(layer, buffer.name, values)[there][written[there]],
+            )
+            for layer in range(LAYERS)
+            for buffer in LAYER
+            for rows, page, there in copies
+        )
+
+    def _rows(self, layer: int, name: str) -> Array:
+        return self._paged(self.backing.pages(layer, name), name)
+
+    def _host_rows(self, layer: int, name: str) -> Array:
+        return self._paged(self.host.pages(layer, name), name)
+
+    def _paged(self, rows: torch.Tensor, name: str) -> Array:
+        width = self.layout.row_buffer(0, name).row_width
+        return rows.numpy().reshape(len(rows), self.layout.page_size, width)
+
+    def check_integrity(self) -> None:
+        self.manager.check_integrity()
+        self.engine.check_integrity()
+
+
+def batch_of(
+    *entries: tuple[int, int, int, int], ids: Array = NO_PAGES, decode: bool = True
+) -> BatchRows:
+    """A batch of (row, length, new tokens, prompt) that writes token ``ids``."""
+    row, length, new, prompt = (
+        np.array(column, dtype=np.int64)
+        for column in (zip(*entries, strict=True) if entries else [()] * 4)
+    )
+    return BatchRows(
+        row=row,
+        length=length,
+        new_tokens=new,
+        prompt=prompt,
+        new_ids=ids,
+        decode=np.full(len(row), decode),
+    )
