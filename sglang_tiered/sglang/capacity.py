@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule
 
-from sglang_tiered.config import TieredConfig, resolve_sizes
+from sglang_tiered.config import TieredConfig, resolve_sizes, rounding_notes
 from sglang_tiered.memory.host_pool import free_host_bytes
 from sglang_tiered.memory.layout import PoolLayout, RowBuffer
 from sglang_tiered.sglang import deployment, refusals
@@ -71,8 +71,8 @@ def config_from_budget_hook(
         f" (hbm_ratio {tiered.hbm_ratio}, by age)" if tiered.mode == "ratio" else "",
         (sizes.t0_pages + sizes.window_pages - 1) * page_size,
     )
-    if t0_tokens % page_size:
-        logger.info("T0 was rounded down to whole pages of %d tokens.", page_size)
+    for note in rounding_notes(tiered, t0_tokens, page_size):
+        logger.info("Tiered KV cache: %s", note)
     return config
 
 

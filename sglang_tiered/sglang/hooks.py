@@ -67,6 +67,10 @@ HOOKS = (
         f"{_SCHEDULER}.init_req_max_new_tokens", scheduler.init_req_max_new_tokens_hook
     ),
     Hook("sglang.srt.managers.schedule_batch.release_req", scheduler.release_req_hook),
+    Hook(
+        "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
+        scheduler.validate_beam_hook,
+    ),
 )
 
 

@@ -293,7 +293,6 @@ class TieredRadixCache(UnifiedRadixCache):
             and not req.skip_radix_cache_insert
             # A stock setting that keeps reasoning out of the tree.
             and not get_serving().strip_thinking_cache
-            and req.beam_group is None
             and req.input_embeds is None
             # A streaming session keeps its rows by itself.
             and self.session.borrowed_slot(req) is None

@@ -1,5 +1,5 @@
-"""Hooks on the scheduler: around every forward, before a retraction, and the
-message of a request that can never fit."""
+"""Hooks on the scheduler: around every forward, before a retraction, and where a
+request that cannot run here is told so."""
 
 from __future__ import annotations
 
@@ -100,3 +100,16 @@ def init_req_max_new_tokens_hook(
             f"{ledger.window.count * page}, less one page). Raise --max-total-tokens "
             "or --tiered-window-tokens, or shorten the prompt."
         )
+
+
+def validate_beam_hook(
+    original: Callable[..., str | None], coordinator: Any, *args: Any, **kwargs: Any
+) -> str | None:
+    """AROUND ``BeamCoordinator.validate_and_init``: a beam's member rows have no
+    request of their own to name as their owner, so beam requests are refused."""
+    if isinstance(coordinator.tree_cache, TieredRadixCache):
+        return (
+            "Beam search is not supported with --radix-cache-backend tiered; send "
+            "the request without beam_width."
+        )
+    return original(coordinator, *args, **kwargs)

