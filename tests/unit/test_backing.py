@@ -1,3 +1,4 @@
+import errno
 import gc
 import os
 import resource
@@ -250,13 +251,28 @@ def test_a_mapping_goes_with_the_last_tensor_of_it() -> None:
 
 def test_too_little_memory_is_one_error_that_names_the_flags() -> None:
     """sglang#5372: the window is part of the budget that is checked."""
-    layout = PoolLayout(1, 8, 1 << 40, 16, (KEY_VALUE,) * LAYERS)
+    # More than a file can be long: without the check this fails at once, too.
+    layout = PoolLayout(1, 8, 1 << 58, 16, (KEY_VALUE,) * LAYERS)
     with pytest.raises(
         MemoryError,
         match=r"need \d+ bytes and \d+ are free .*--max-total-tokens or "
         "--tiered-window-tokens",
     ):
         MemfdBacking(layout)
+
+
+def test_memory_that_runs_out_during_allocation_is_the_same_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Only a machine that is really out of memory could show this otherwise.
+    def run_out(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", run_out)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryError, match="--max-total-tokens"):
+        MemfdBacking(make_layout(KEY_VALUE))
+    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_memory_is_allocated_before_it_is_used() -> None:
