@@ -173,13 +173,21 @@ class TierManager:
     def make_room(self, n: int) -> bool:
         """Make ``allocate(n)`` possible: evict for virtual ids, demote for T0."""
         ledger = self.ledger
-        if n > ledger.virtual.available:
-            self.reclaim(n - ledger.virtual.available)
-            if n > ledger.virtual.available:
-                return False
         # Read pages for which the window has no room need T0 as well.
-        overflow = max(0, ledger.unplaced - ledger.window.available)
-        need = n + overflow - ledger.t0.available
+        n += max(0, ledger.unplaced - ledger.window.available)
+        return self._free_ids(n) and self._free_t0(n)
+
+    def _free_ids(self, n: int) -> bool:
+        """``n`` virtual pages are free, so ``n`` pages fit into T0 and what must
+        leave it for them fits the host pool. A page that returns to T0 counts: it
+        gives up no host page."""
+        short = n - self.ledger.virtual.available
+        if short > 0:
+            self.reclaim(short)
+        return n <= self.ledger.virtual.available
+
+    def _free_t0(self, n: int) -> bool:
+        need = n - self.ledger.t0.available
         return need <= 0 or self._demote_for(need)
 
     # -- allocation ------------------------------------------------------------
@@ -287,8 +295,8 @@ class TierManager:
         # copy per step.
         spare = ledger.t0.available - self._slack()
         home = min(len(pages), max(spare, len(pages) - ledger.window.available, 0))
-        if home > ledger.t0.available and not self._demote_for(
-            home - ledger.t0.available
+        if home > ledger.t0.available and not (
+            self._free_ids(home) and self._free_t0(home)
         ):
             raise RuntimeError(
                 f"{len(pages)} pages that a batch reads cannot be placed: "

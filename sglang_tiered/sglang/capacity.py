@@ -35,13 +35,16 @@ def config_from_budget_hook(
     layers = row_layers(configurator)
     bytes_per_token = sum(buffer.row_bytes for layer in layers for buffer in layer)
     tiered = TieredConfig.from_env(os.environ)
+    free_bytes = free_host_bytes()
+    if configurator.device == "cpu":  # T0 will take its share of the same memory
+        free_bytes = max(0, free_bytes - t0_tokens * bytes_per_token)
     sizes = resolve_sizes(
         tiered,
         t0_tokens=t0_tokens,
         page_size=page_size,
         num_layers=len(layers),
         bytes_per_token=bytes_per_token,
-        free_host_bytes=free_host_bytes(),
+        free_host_bytes=free_bytes,
     )
     layout = PoolLayout(
         page_size=page_size,

@@ -68,7 +68,9 @@ class Outcome:
         return self.samples[0] if self.samples else ()
 
 
-def send(url: str, asks: Sequence[Ask], timeout_s: float = ANSWER_SECONDS) -> list[Outcome]:
+def send(
+    url: str, asks: Sequence[Ask], timeout_s: float = ANSWER_SECONDS
+) -> list[Outcome]:
     """Send all requests at once; their outcomes, in order.
 
     Raises `TimeoutError` when one of them has no end in `timeout_s`, and
@@ -136,7 +138,11 @@ async def _stream(
             if ask.leave_after is not None and seen >= ask.leave_after:
                 outcome = _outcome([latest[key] for key in sorted(latest)])
                 return Outcome(outcome.samples, error="left")
-            if ask.abort_after is not None and seen >= ask.abort_after and not called_off:
+            if (
+                ask.abort_after is not None
+                and seen >= ask.abort_after
+                and not called_off
+            ):
                 called_off = True
                 await client.post("/abort_request", json={"rid": rid})
     return _outcome([latest[key] for key in sorted(latest)])

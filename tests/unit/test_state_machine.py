@@ -162,13 +162,17 @@ class TierMachine(RuleBasedStateMachine):
 
     # -- forwards ------------------------------------------------------------------
 
-    def can_get(self, need: int) -> bool:
-        """What the gates say about ``need`` new pages."""
+    def can_get(self, need: int, t0: int = 0, t1: int = 0) -> bool:
+        """What the gates say about ``need`` new pages for a request that begins to
+        read ``t0`` and ``t1`` pages."""
         parked = {page for request in self.parked for page in request.path}
         held = Counter(page for r in self.running + self.idle for page in r.path)
         reclaimable = self.evictable() + sum(1 for page in parked if not held[page])
         virtual = self.ledger.virtual.available + reclaimable
-        return need <= min(self.manager.attainable(), virtual)
+        overflow = self.ledger.unplaced + t1 - self.ledger.window.available
+        return need <= min(
+            self.manager.attainable(t0, t1), virtual - max(overflow, 0)
+        )
 
     def room(self, need: int) -> bool:
         promised = self.can_get(need)
@@ -237,7 +241,7 @@ class TierMachine(RuleBasedStateMachine):
         tokens = min(tokens, (self.manager.attainable(t0, t1) - 1) * self.page_size)
         if tokens < 1 or self.manager.room_for_reading() < t0 + t1 + 1:
             return False
-        if not self.can_get(self.missing(request, tokens) + 1):
+        if not self.can_get(self.missing(request, tokens) + 1, t0, t1):
             return False
         if request.length % self.page_size:
             assert self.reopen(request.own[-1])
