@@ -29,8 +29,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from bench.model import ModelError, demo_model
-from bench.server import Counters, Flags, Metrics, Sampler, Server, ServerError, tiered
+from bench.command import run_command
+from bench.model import demo_model
+from bench.server import Counters, Flags, Metrics, Sampler, Server, tiered
 from bench.workload import Chat, Request, Wave, run_wave
 
 matplotlib.use("Agg")
@@ -299,13 +300,8 @@ def main() -> int:
         metavar="FOLDER",
         help="a Hugging Face model folder; default: a small model made by bench.model",
     )
-    arguments = parser.parse_args()
-    console = Console()
-    try:
-        return run(arguments.model or demo_model(), console)
-    except (ModelError, ServerError, RuntimeError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return 2
+    model: Path | None = parser.parse_args().model
+    return run_command(lambda console: run(model or demo_model(), console))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """No pressure: what the tiers cost when T0 is larger than the demand.
 
-A stock and a tiered server of the same T0 take turns. A run first asks fourteen
+A stock and a tiered server of the same T0 take turns. A run first asks twelve
 questions one after the other, each for one token, for the time to the first token; then
 eight at once for 128 tokens each, for the throughput.
 
@@ -22,9 +22,10 @@ from statistics import median
 
 from rich.console import Console
 
-from bench.model import ModelError, demo_model
+from bench.model import demo_model
+from bench.command import run_command
 from bench.rounds import Check, conclude, measure, median_of
-from bench.server import Flags, Server, ServerError, tiered
+from bench.server import Flags, Server, tiered
 from bench.workload import QUESTIONS, Chat, Request, run_wave, warm_up
 
 OUT = Path("out/overhead")
@@ -117,12 +118,8 @@ def main() -> int:
         description="Tiered against stock SGLang with room for everything in T0.",
     )
     parser.add_argument("--quick", action="store_true", help="two runs each, not five")
-    console = Console()
-    try:
-        return run(demo_model(), parser.parse_args().quick, console)
-    except (ModelError, ServerError, RuntimeError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return 2
+    quick = parser.parse_args().quick
+    return run_command(lambda console: run(demo_model(), quick, console))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory pressure: what the tiers are worth when T0 holds a quarter of the demand.
 
-Fourteen questions are asked at once. Every request may take 512 tokens and ends by
+Twelve questions are asked at once. Every request may take 320 tokens and ends by
 itself, with a length of its own that the scheduler cannot know (`ignore_eos` would tell
 it). Three servers take turns:
 
@@ -29,14 +29,15 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.model import ModelError, demo_model
+from bench.model import demo_model
+from bench.command import run_command
 from bench.rounds import Check, conclude, measure, median_of
-from bench.server import Counters, Flags, Server, ServerError, tiered
+from bench.server import Counters, Flags, Server, tiered
 from bench.workload import QUESTIONS, Chat, Request, Wave, run_wave, warm_up
 
 OUT = Path("out/pressure")
 
-MAX_NEW_TOKENS = 512
+MAX_NEW_TOKENS = 320
 T0_SHARE = 0.25
 # So that the recent windows of all requests fit T0 together.
 RECENT_WINDOW = 32
@@ -159,12 +160,8 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="one run each, with fewer requests"
     )
-    console = Console()
-    try:
-        return run(demo_model(), parser.parse_args().quick, console)
-    except (ModelError, ServerError, RuntimeError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return 2
+    quick = parser.parse_args().quick
+    return run_command(lambda console: run(demo_model(), quick, console))
 
 
 if __name__ == "__main__":

@@ -172,6 +172,8 @@ class TieredRadixCache(UnifiedRadixCache):
         """True: the session keeps the row; nobody reads it until the next turn."""
         row = req.kv.req_pool_idx
         slot = self.session.borrowed_slot(req)
+        # The base call may detach the request from its session.
+        session_id = _session_id(req)
         if not super().claim_kv_row(req):
             return False
         self._active.pop(req.rid, None)
@@ -182,7 +184,7 @@ class TieredRadixCache(UnifiedRadixCache):
         self.manager.ledger.rows.length[row] = slot.kv.kv_allocated_len
         pages = self._session_pages(slot)
         self.manager.unread(pages)
-        self._idle[req.session.session_id] = pages
+        self._idle[session_id] = pages
         return True
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

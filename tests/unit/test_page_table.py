@@ -83,9 +83,3 @@ def test_a_reset_forgets_every_place(table: PageTable) -> None:
     table.reset()
     assert table.v2p.tolist() == [0] * 9
 
-
-def test_a_table_that_is_no_host_memory_is_written_on_its_device() -> None:
-    """What a GPU takes: ``meta`` tensors have no bytes, so only the call is seen."""
-    table = PageTable(8, 4, "meta")
-    table.place(pages(3), pages(70))
-    assert table.v2p.device.type == "meta"
