@@ -22,8 +22,8 @@ from statistics import median
 
 from rich.console import Console
 
-from bench.model import demo_model
 from bench.command import run_command
+from bench.model import demo_model
 from bench.rounds import Check, conclude, measure, median_of
 from bench.server import Flags, Server, tiered
 from bench.workload import QUESTIONS, Chat, Request, run_wave, warm_up

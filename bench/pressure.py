@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.model import demo_model
 from bench.command import run_command
+from bench.model import demo_model
 from bench.rounds import Check, conclude, measure, median_of
 from bench.server import Counters, Flags, Server, tiered
 from bench.workload import QUESTIONS, Chat, Request, Wave, run_wave, warm_up

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import httpx
 import torch
@@ -30,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
 LOG_LINES_SHOWN = 25
+LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 
 T = TypeVar("T")
 
@@ -60,9 +61,11 @@ def tiered(t0_tokens: int, window_tokens: int, recent_window: int) -> Flags:
     return Flags(t0_tokens, extra)
 
 
-def launch_command(model: Path, flags: Flags, port: int) -> list[str]:
-    command = [sys.executable, "-m", "sglang.launch_server"]
-    command += ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
+def launch_command(
+    model: Path, flags: Flags, port: int, launcher: Sequence[str] = LAUNCH_SERVER
+) -> list[str]:
+    command = [*launcher, "--model-path", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-total-tokens", str(flags.t0_tokens), "--enable-metrics"]
     # The same on both sides and on every device: a captured graph cannot wait for the
     # window to be filled.
@@ -77,30 +80,38 @@ def launch_command(model: Path, flags: Flags, port: int) -> list[str]:
 class Server:
     """A running server: `with Server(model, flags, log) as server: ...`.
 
-    Attributes: `url`, `log` (the file its output goes to). Entering waits until the
-    server answers and raises `ServerError` when it dies or is not up in time; leaving
-    ends its whole process group.
+    `environment` is added to this process's own; `launcher` is the command that the
+    flags follow. Attributes: `url`, `log` (the file its output goes to). Entering waits
+    until the server answers and raises `ServerError` when it dies or is not up in time;
+    leaving ends its whole process group.
     """
 
-    def __init__(self, model: Path, flags: Flags, log: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        flags: Flags,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = LAUNCH_SERVER,
+    ) -> None:
         self.log = log
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._command = launch_command(model, flags, port)
+        self._command = launch_command(model, flags, port, launcher)
+        self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ.copy()
         if not torch.cuda.is_available():
             # More threads than one per process slow each other down on few cores.
-            environment.setdefault("OMP_NUM_THREADS", "1")
+            self._environment.setdefault("OMP_NUM_THREADS", "1")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._environment,
                 # A group of its own, so that the server's child processes end with it.
                 start_new_session=True,
             )
@@ -118,6 +129,16 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher, which leads the group and the session of its children."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def metrics(self) -> Metrics:
         return Metrics(_get(f"{self.url}/metrics").text)

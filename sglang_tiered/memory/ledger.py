@@ -106,7 +106,7 @@ class Ledger:
         self.owner_generation = np.zeros(size, dtype=np.int64)
         self.index = np.zeros(size, dtype=np.int64)  # page number in its sequence
         self.generated = np.zeros(size, dtype=bool)  # reasoning, not prompt
-        self.born = np.zeros(size, dtype=np.int64)  # forward that writes it
+        self.born = np.zeros(size, dtype=np.int64)  # last forward that writes it
         self.last_read = np.zeros(size, dtype=np.int64)  # forward of the last unread
         self.promoted = np.zeros(size, dtype=np.int64)  # forward of the last promotion
 

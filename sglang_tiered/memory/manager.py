@@ -143,6 +143,12 @@ class TierManager:
         window = ledger.window.available - ledger.unplaced - starts_reading_t1
         return ledger.t0.available + unread + min(read, max(window, 0)) + min(window, 0)
 
+    def overflow(self, starts_reading_t1: int = 0) -> int:
+        """Pages that are read and find no room in the window. They return to T0 and
+        give up no host page, so each also takes a virtual id out of use."""
+        ledger = self.ledger
+        return max(0, ledger.unplaced + starts_reading_t1 - ledger.window.available)
+
     def room_for_reading(self) -> int:
         """Pages that running requests could read beside those they read now."""
         ledger = self.ledger
@@ -172,15 +178,12 @@ class TierManager:
 
     def make_room(self, n: int) -> bool:
         """Make ``allocate(n)`` possible: evict for virtual ids, demote for T0."""
-        ledger = self.ledger
-        # Read pages for which the window has no room need T0 as well.
-        n += max(0, ledger.unplaced - ledger.window.available)
+        n += self.overflow()
         return self._free_ids(n) and self._free_t0(n)
 
     def _free_ids(self, n: int) -> bool:
-        """``n`` virtual pages are free, so ``n`` pages fit into T0 and what must
-        leave it for them fits the host pool. A page that returns to T0 counts: it
-        gives up no host page."""
+        """Free ``n`` virtual pages: what leaves T0 for ``n`` pages then fits the
+        host pool."""
         short = n - self.ledger.virtual.available
         if short > 0:
             self.reclaim(short)
@@ -284,6 +287,8 @@ class TierManager:
         first = np.repeat(batch.length - batch.new_tokens, batch.new_tokens)
         pages, at = np.unique(batch.new_ids // ps, return_index=True)
         self.ledger.assign(pages, row[at], ((first + within) // ps)[at])
+        # An open page is older than this forward, and not written before it is over.
+        self.ledger.born[pages] = self.epoch + 1
 
     def _place_unplaced(self) -> None:
         ledger = self.ledger

@@ -45,8 +45,9 @@ class TieredPrefillBudget(PrefillBudget):
     @property
     def remaining_current(self) -> int:
         t0, t1 = self.tree_cache.session_reads()
-        attainable = self.manager.attainable(t0, t1)
-        return attainable * self.page_size - self.current_offset
+        ids = self.tree_cache.obtainable_ids() - self.manager.overflow(t1)
+        pages = min(self.manager.attainable(t0, t1), ids)
+        return pages * self.page_size - self.current_offset
 
     def check_prefill(
         self,

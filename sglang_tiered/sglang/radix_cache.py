@@ -324,6 +324,17 @@ class TieredRadixCache(UnifiedRadixCache):
             logger.warning("T0 and T1 are full: %s will be recomputed.", rid)
             self.unpark(rid)
 
+    def obtainable_ids(self) -> int:
+        """Virtual pages that are free or that ``_reclaim`` can free."""
+        ledger = self.manager.ledger
+        free = ledger.virtual.available + self.evictable_size() // self.page_size
+        if not self._parked:
+            return free
+        parked = np.unique(np.concatenate([p.pages for p in self._parked.values()]))
+        kept = np.concatenate([NO_PAGES, *self._idle.values()])
+        parked = np.setdiff1d(parked[ledger.readers[parked] == 0], kept)
+        return free + len(parked)
+
     def check_integrity(self) -> None:
         """Every reader has a lock or a row of its own; raises AssertionError."""
         ledger = self.manager.ledger

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Sequence
 
 from bench.server import Metrics
-from tests.e2e.client import Ask, Outcome, send
+from tests.e2e.client import Ask, Outcome, close_session, open_session, send
 from tests.e2e.reference import Reference
 from tests.e2e.servers import ServerUnderTest
-from tests.e2e.workloads import next_turn, with_aborts
+from tests.e2e.workloads import next_turn, tokens, with_aborts
 
 USED = ("t0_used_tokens", "t1_used_tokens", "window_used_tokens", "clean_tokens")
 MOVED = ("demoted_tokens", "clean_demoted_tokens", "promoted_tokens", "streamed_tokens")
@@ -37,13 +39,51 @@ def run_two_turns(
     reference: Reference,
     asks: Sequence[Ask],
     second_turn_tokens: int,
-    seed: int = 0,
+    earliest: int = 1,
 ) -> None:
     """Two turns of the same conversations, a fifth of each turn's requests going away
-    half-way; asserts that all others are identical."""
-    run_identical(server, reference, with_aborts(seed, asks))
-    turn = next_turn(seed + 1, asks, reference.answers(asks), second_turn_tokens)
-    run_identical(server, reference, with_aborts(seed + 2, turn))
+    after `earliest` tokens or more; asserts that all others are identical."""
+    run_identical(server, reference, with_aborts(0, asks, earliest))
+    turn = next_turn(1, asks, reference.answers(asks), second_turn_tokens)
+    run_identical(server, reference, with_aborts(2, turn, earliest))
+
+
+def run_sessions(
+    server: ServerUnderTest,
+    reference: Reference,
+    sessions: int = 4,
+    turns: int = 4,
+    added: int = 40,
+    new_tokens: int = 60,
+) -> None:
+    """Streaming sessions side by side; asserts that every turn's answer is what a
+    plain request with the whole history is answered."""
+    rng = random.Random(sessions)
+    ids = [open_session(server.url) for _ in range(sessions)]
+    histories: list[tuple[int, ...]] = [()] * sessions
+    for _ in range(turns):
+        asks = [Ask(tokens(rng, added), new_tokens, session=i) for i in ids]
+        outcomes = send(server.url, asks)
+        whole = [
+            dataclasses.replace(ask, prompt=(*history, *ask.prompt), session=None)
+            for ask, history in zip(asks, histories, strict=True)
+        ]
+        assert_identical(reference, whole, outcomes)
+        histories = [
+            (*ask.prompt, *outcome.tokens)
+            for ask, outcome in zip(whole, outcomes, strict=True)
+        ]
+    for session_id in ids:
+        close_session(server.url, session_id)
+
+
+def assert_hooks_were_called(server: ServerUnderTest, names: Sequence[str]) -> None:
+    """Each of these functions of SGLang ran through our hook in the scheduler."""
+    metrics = server.metrics()
+    calls = {
+        name: metrics.total("sglang_tiered:hook_calls", hook=name) for name in names
+    }
+    assert all(calls.values()), calls
 
 
 def assert_empties(server: ServerUnderTest) -> None:

@@ -18,6 +18,7 @@ import orjson
 
 # A request that has not ended by then hangs; the busiest test needs a tenth of it.
 ANSWER_SECONDS = 600.0
+SESSION_CAPACITY = 100_000
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,15 @@ class Outcome:
     """What came back.
 
     `samples` holds the output tokens of each of the `n` samples, `logprobs` those
-    of the first one's tokens. `error` is None for a request that ended by itself,
-    else the server's reason, or "left" where the client went away.
+    of the first one's tokens. `finish` is the server's word for how the first one ended
+    ("length", "abort"). `error` is None for a request that ended by itself, else the
+    server's reason, or "left" where the client went away.
     """
 
     samples: tuple[tuple[int, ...], ...]
     logprobs: tuple[float, ...] = ()
     cached_tokens: int = 0
+    finish: str | None = None
     error: str | None = None
 
     @property
@@ -69,9 +72,13 @@ class Outcome:
 
 
 def send(
-    url: str, asks: Sequence[Ask], timeout_s: float = ANSWER_SECONDS
+    url: str,
+    asks: Sequence[Ask],
+    parallel: int | None = None,
+    timeout_s: float = ANSWER_SECONDS,
 ) -> list[Outcome]:
-    """Send all requests at once; their outcomes, in order.
+    """Send all requests at once, or keep `parallel` of them in flight; their outcomes,
+    in order.
 
     Raises `TimeoutError` when one of them has no end in `timeout_s`, and
     `httpx.HTTPError` when the server is gone.
@@ -79,6 +86,7 @@ def send(
 
     async def run() -> list[Outcome]:
         limits = httpx.Limits(max_connections=None)
+        turnstile = asyncio.Semaphore(parallel or len(asks))
         async with (
             asyncio.timeout(timeout_s),
             httpx.AsyncClient(
@@ -88,9 +96,29 @@ def send(
                 headers={"content-type": "application/json"},
             ) as client,
         ):
-            return await asyncio.gather(*(_ask(client, ask) for ask in asks))
+
+            async def pass_through(ask: Ask) -> Outcome:
+                async with turnstile:
+                    return await _ask(client, ask)
+
+            return await asyncio.gather(*map(pass_through, asks))
 
     return asyncio.run(run())
+
+
+def open_session(url: str) -> str:
+    """The id of a new streaming session: it keeps its rows between its requests, each
+    of which sends only what follows."""
+    body = {"capacity_of_str_len": SESSION_CAPACITY, "streaming": True}
+    reply = httpx.post(f"{url}/open_session", json=body, timeout=ANSWER_SECONDS)
+    session_id: str = reply.raise_for_status().json()
+    return session_id
+
+
+def close_session(url: str, session_id: str) -> None:
+    body = {"session_id": session_id}
+    reply = httpx.post(f"{url}/close_session", json=body, timeout=ANSWER_SECONDS)
+    reply.raise_for_status()
 
 
 async def _ask(client: httpx.AsyncClient, ask: Ask) -> Outcome:
@@ -156,6 +184,7 @@ def _outcome(answers: Sequence[Mapping[str, Any]]) -> Outcome:
         samples=tuple(tuple(answer["output_ids"]) for answer in answers),
         logprobs=tuple(entry[0] for entry in first.get("output_token_logprobs") or ()),
         cached_tokens=first["cached_tokens"],
+        finish=reason["type"] if reason is not None else None,
         error=(reason.get("message") or "aborted") if aborted else None,
     )
 

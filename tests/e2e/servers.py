@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
-from bench.server import Flags, Metrics, Server
+from bench.server import LAUNCH_SERVER, Flags, Metrics, Server
 
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -57,34 +56,18 @@ class Tiers:
 
 
 class ServerUnderTest(Server):
-    """A server with every strict check on.
-
-    `environment` adds to this process's own; `launcher` replaces the module form of
-    SGLang's launcher.
-    """
+    """A server with every strict check on; the arguments are `Server`'s."""
 
     def __init__(
         self,
         model: Path,
         flags: Flags,
         log: Path,
-        environment: dict[str, str] | None = None,
-        launcher: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = LAUNCH_SERVER,
     ) -> None:
-        super().__init__(model, flags, log)
-        self._environment = {**STRICT_CHECKS, **(environment or {})}
-        if launcher is not None:
-            # The first three words are `python -m sglang.launch_server`.
-            self._command = [*launcher, *self._command[3:]]
-
-    def __enter__(self) -> ServerUnderTest:
-        with mock.patch.dict(os.environ, self._environment):
-            super().__enter__()
-        return self
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        checked = {**STRICT_CHECKS, **(environment or {})}
+        super().__init__(model, flags, log, checked, launcher)
 
     def tier(self, name: str, **labels: str) -> float:
         """One of our metrics; `name` without the prefix."""
@@ -110,8 +93,7 @@ class ServerUnderTest(Server):
     def mapped_bytes(self, name: str) -> int:
         """Device bytes behind the mappings whose memfd name starts with `name`, as
         the kernel counts them (Pss: a page that is mapped twice counts once)."""
-        assert self._process is not None
-        return sum(_mapped_bytes(pid, name) for pid in _group(self._process.pid))
+        return sum(_mapped_bytes(pid, name) for pid in _group(self.pid))
 
 
 def _group(leader: int) -> list[int]:

@@ -10,6 +10,7 @@ from tests.e2e.client import Ask
 from tests.tiny_model import VOCAB_SIZE
 
 SHARED_TOKENS = 40
+OWN_PROMPT = (10, 90)
 
 
 def tokens(rng: random.Random, count: int) -> tuple[int, ...]:
@@ -17,15 +18,17 @@ def tokens(rng: random.Random, count: int) -> tuple[int, ...]:
 
 
 def first_turn(
-    seed: int, count: int, new_tokens: int, own_prompt: tuple[int, int] = (10, 90)
+    seed: int, count: int, new_tokens: int, shortest: int | None = None
 ) -> list[Ask]:
-    """`count` requests with one shared prefix and `new_tokens` or a little less."""
+    """`count` requests with one shared prefix and from `new_tokens` down to `shortest`
+    new tokens, by default three quarters of it."""
+    less = new_tokens - (new_tokens * 3 // 4 if shortest is None else shortest)
     rng = random.Random(seed)
     shared = tokens(rng, SHARED_TOKENS)
     return [
         Ask(
-            prompt=shared + tokens(rng, rng.randint(*own_prompt)),
-            new_tokens=new_tokens - new_tokens * i // (4 * count),
+            prompt=shared + tokens(rng, rng.randint(*OWN_PROMPT)),
+            new_tokens=new_tokens - less * i // count,
         )
         for i in range(count)
     ]
@@ -42,14 +45,14 @@ def next_turn(
     ]
 
 
-def with_aborts(seed: int, asks: Sequence[Ask], share: float = 0.2) -> list[Ask]:
-    """That share of the requests goes away after a random number of tokens, half by
-    a closed connection and half through /abort_request."""
+def with_aborts(seed: int, asks: Sequence[Ask], earliest: int = 1) -> list[Ask]:
+    """A fifth of the requests goes away after `earliest` tokens or more, half by a
+    closed connection and half through /abort_request."""
     rng = random.Random(seed)
     result = list(asks)
-    chosen = rng.sample(range(len(asks)), max(1, round(share * len(asks))))
+    chosen = rng.sample(range(len(asks)), max(1, round(len(asks) / 5)))
     for nth, i in enumerate(chosen):
-        after = rng.randint(1, asks[i].new_tokens - 1)
+        after = rng.randint(earliest, asks[i].new_tokens - 1)
         if nth % 2:
             result[i] = dataclasses.replace(asks[i], leave_after=after)
         else:
