@@ -1,8 +1,10 @@
 """Admission: a request enters when its rows fit the tiers, a chunk when it fits T0.
 
-Three questions, in the order in which they bind:
-  * virtual ids, as in stock SGLang;
-  * placement: rows that running requests read need T0 or the window;
+Three questions:
+  * virtual ids, with SGLang's own estimate of what running requests will still write;
+  * placement: rows that running requests read need T0 or the window. Here the
+    estimate would be too careful: who does not fit later is parked and loses nothing,
+    so room for ``GROWTH_TOKENS`` more of every running request is enough;
   * T0: new rows are written there, so a chunk is no longer than T0 can hold, and
     the recent window of every running request should stay there.
 """
@@ -16,6 +18,10 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 # What ``check_prefill`` returns to say "not in this pass" (a chunk of no tokens)
 # and not "the pool is full", which closes admission until a request finishes.
 LATER = (True, 0)
+
+# Decode steps that every running request can take before one must be parked: the
+# distance between admission and parking, without which the two would alternate.
+GROWTH_TOKENS = 64
 
 
 class TieredPrefillBudget(PrefillBudget):
@@ -37,12 +43,6 @@ class TieredPrefillBudget(PrefillBudget):
         tree_cache.begin_admission()
 
     @property
-    def remaining_total(self) -> int:
-        placement = self.manager.room_for_reading() - self.tree_cache.session_pages()
-        virtual = self._available_and_evictable()
-        return min(virtual, placement * self.page_size) - self.total_offset
-
-    @property
     def remaining_current(self) -> int:
         t0, t1 = self.tree_cache.session_reads()
         ids = self.tree_cache.obtainable_ids() - self.manager.overflow(t1)
@@ -60,7 +60,11 @@ class TieredPrefillBudget(PrefillBudget):
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
-        fits = self._windows_fit() and total_tokens < self.remaining_total
+        fits = (
+            total_tokens < self.remaining_total
+            and self._rows_fit(extend_input_len)
+            and self._windows_fit()
+        )
         # Alone, a request needs no head room beside itself: its length was clipped
         # to what the tiers hold.
         if not fits and not self._is_alone():
@@ -115,12 +119,20 @@ class TieredPrefillBudget(PrefillBudget):
         room = max(room, 0) // self.page_size * self.page_size
         return min(chunk_limit, room)
 
+    def _rows_fit(self, extend_input_len: int) -> bool:
+        """The candidate's rows and some growth of everybody fit T0 and the window."""
+        room = self.manager.room_for_reading() - self.tree_cache.session_pages()
+        needed = self.ceil_paged_tokens(extend_input_len) + self.current_offset
+        return room * self.page_size >= needed + GROWTH_TOKENS * self._running()
+
     def _windows_fit(self) -> bool:
         """Every running request's recent window and open page fit T0."""
-        ledger = self.manager.ledger
         each = -(-self.manager.policy.recent_window // self.page_size) + 1
-        running = self.tree_cache.running_requests() + self.admitted + 1
-        return running * each <= ledger.t0.count
+        return self._running() * each <= self.manager.ledger.t0.count
+
+    def _running(self) -> int:
+        """Requests that run once the candidate is admitted."""
+        return self.tree_cache.running_requests() + self.admitted + 1
 
     def _is_alone(self) -> bool:
         return self.admitted == 0 and self.tree_cache.running_requests() == 0

@@ -148,7 +148,6 @@ class TieredRadixCache(UnifiedRadixCache):
     def maybe_hand_to_session(self, req: Any) -> None:
         """Called for every request whose rows were just allocated."""
         self._active[req.rid] = req.kv.req_pool_idx
-        self._wake_session(req)
         super().maybe_hand_to_session(req)
         self.unpark(req.rid, resumed=True)
 
@@ -189,8 +188,7 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         result = super().match_prefix(params)
-        self._candidate = NO_PAGES
-        session_id = _session_id(params.req)
+        session_id = self._candidate = _session_id(params.req)
         if session_id in self._idle:
             # The match may have freed the tail of the record.
             slot = self.session.slots.get(session_id)
@@ -198,7 +196,6 @@ class TieredRadixCache(UnifiedRadixCache):
                 self._idle[session_id] = self._session_pages(slot)
                 row = slot.kv.req_pool_idx
                 self.manager.ledger.rows.length[row] = slot.kv.kv_allocated_len
-                self._candidate = self._idle[session_id]
         return result
 
     def release_session(self, session_id: str) -> None:
@@ -213,11 +210,6 @@ class TieredRadixCache(UnifiedRadixCache):
             return
         super().release_session(session_id)
 
-    def _wake_session(self, req: Any) -> None:
-        pages = self._idle.pop(_session_id(req), None)
-        if pages is not None:
-            self.manager.read(pages)
-
     def _session_pages(self, slot: Any) -> np.ndarray:
         locked = self._lock_pages.get(id(slot.lock), NO_PAGES)
         private = self._row_pages(
@@ -228,19 +220,23 @@ class TieredRadixCache(UnifiedRadixCache):
     # -- admission (read by the prefill budget) ----------------------------------
 
     def begin_admission(self) -> None:
-        self._candidate = NO_PAGES
-        self._admitted_sessions = (0, 0)
+        self._candidate = ""
 
     def admit_candidate(self) -> None:
-        self._admitted_sessions = self.session_reads()
-        self._candidate = NO_PAGES
+        """The request that was matched last will run. If it is the next turn of an
+        idle session, its rows are read from here on: no allocation for this batch
+        may send them away."""
+        pages = self._idle.pop(self._candidate, None)
+        if pages is not None:
+            self.manager.read(pages)
+        self._candidate = ""
 
     def session_reads(self) -> tuple[int, int]:
-        """(T0 pages, T1 pages) of idle sessions that this pass wakes, the
-        candidate's included: they are not read yet, but will be."""
-        in_t0 = int((self.manager.ledger.t0_page[self._candidate] >= 0).sum())
-        t0, t1 = self._admitted_sessions
-        return t0 + in_t0, t1 + len(self._candidate) - in_t0
+        """(T0 pages, T1 pages) of the idle session that the candidate would wake:
+        they are not read yet, but would be."""
+        pages = self._idle.get(self._candidate, NO_PAGES)
+        in_t0 = int((self.manager.ledger.t0_page[pages] >= 0).sum())
+        return in_t0, len(pages) - in_t0
 
     def session_pages(self) -> int:
         return sum(self.session_reads())

@@ -20,8 +20,6 @@ from tests.tiny_model import make_tiny_model
 REFERENCE_TOKENS = 100_000
 # The tiny model speaks token ids only.
 TINY = ("--skip-tokenizer-init",)
-
-
 # Ids of the tests that CI may skip: none.
 EXPECTED_SKIPS: frozenset[str] = frozenset()
 
