@@ -266,7 +266,7 @@ def run(model: Path, console: Console) -> int:
         stock = converse(server, "stock", prompts, follow_up, console)
 
     console.print("Starting tiered SGLang ...")
-    flags = tiered(t0, window_tokens=needed - t0, recent_window=RECENT_WINDOW)
+    flags = tiered(t0, RECENT_WINDOW)
     with Server(model, flags, OUT / "tiered.log") as server:
         with Sampler(server, lambda metrics: Tiers.read(metrics, "used")) as sampler:
             ours = converse(server, "tiered", prompts, follow_up, console)

@@ -34,9 +34,8 @@ CONCURRENT = 8
 NEW_TOKENS = 128
 REPEATS = 5
 QUICK_REPEATS = 2
-# Each larger than the demand several times, so that neither server is ever short.
+# Larger than the demand several times, so that neither server is ever short.
 T0_TOKENS = 8192
-WINDOW_TOKENS = 1024
 RECENT_WINDOW = 32
 
 STOCK, TIERED = "stock", "tiered"
@@ -97,7 +96,7 @@ def run(model: Path, quick: bool, console: Console) -> int:
     together = [Request(p, NEW_TOKENS, NEW_TOKENS) for p in prompts[:CONCURRENT]]
     flags = {
         STOCK: Flags(T0_TOKENS),
-        TIERED: tiered(T0_TOKENS, WINDOW_TOKENS, RECENT_WINDOW),
+        TIERED: tiered(T0_TOKENS, RECENT_WINDOW),
     }
     results = measure(
         model,
@@ -108,7 +107,7 @@ def run(model: Path, quick: bool, console: Console) -> int:
         OUT,
         console,
     )
-    about = {"model": str(model), "t0_tokens": T0_TOKENS, "window": WINDOW_TOKENS}
+    about = {"model": str(model), "t0_tokens": T0_TOKENS}
     return conclude(results, ROWS, judge(results), about, OUT, console)
 
 

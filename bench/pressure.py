@@ -1,6 +1,6 @@
 """Memory pressure: what the tiers are worth when T0 holds a quarter of the demand.
 
-Twelve questions are asked at once. Every request may take 320 tokens and ends by
+Twelve questions are asked at once. Every request may take 300 tokens and ends by
 itself, with a length of its own that the scheduler cannot know (`ignore_eos` would tell
 it). Three servers take turns:
 
@@ -37,7 +37,7 @@ from bench.workload import QUESTIONS, Chat, Request, Wave, run_wave, warm_up
 
 OUT = Path("out/pressure")
 
-MAX_NEW_TOKENS = 320
+MAX_NEW_TOKENS = 300
 T0_SHARE = 0.25
 # So that the recent windows of all requests fit T0 together.
 RECENT_WINDOW = 32
@@ -130,9 +130,7 @@ def run(model: Path, quick: bool, console: Console) -> int:
             return Flags(largest)
         needed = demand(requests, results[UNLIMITED][0].wave)
         t0 = round(T0_SHARE * needed)
-        if column == STOCK:
-            return Flags(t0)
-        return tiered(t0, window_tokens=needed - t0, recent_window=RECENT_WINDOW)
+        return Flags(t0) if column == STOCK else tiered(t0, RECENT_WINDOW)
 
     results = measure(
         model,

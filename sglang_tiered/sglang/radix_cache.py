@@ -99,7 +99,7 @@ class TieredRadixCache(UnifiedRadixCache):
     def lock(self, node_id: Any, skip_lock_components: Any = ()) -> TreeLock | None:
         """A running request reads the path to ``node_id``."""
         lock = super().lock(node_id, skip_lock_components)
-        if lock is not None and not self.disable:
+        if lock is not None:
             pages = self._path_pages(node_id)
             self.manager.read(pages)
             # By identity: a lock object is unlocked exactly once, and its path
@@ -108,10 +108,14 @@ class TieredRadixCache(UnifiedRadixCache):
         return lock
 
     def unlock(self, lock: TreeLock | None) -> None:
-        if lock is not None:
-            pages = self._lock_pages.pop(id(lock), NO_PAGES)
-            super().unlock(lock)
-            self.manager.unread(pages)
+        if lock is None:
+            return
+        pages = self._lock_pages.pop(id(lock), None)
+        if pages is None:
+            # The tree would take it for the lock of another reader of the path.
+            raise RuntimeError("a tree lock was given back twice")
+        super().unlock(lock)
+        self.manager.unread(pages)
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Rows that the tree takes over stay where they are; only their owner
