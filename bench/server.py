@@ -26,6 +26,8 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.workload import RequestError
+
 # A start takes about 30 s on two cores; a large model on a cold disk takes minutes.
 START_SECONDS = 600.0
 STOP_SECONDS = 20.0
@@ -133,6 +135,8 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
+        if isinstance(error, RequestError):
+            raise ServerError(self._message(str(error))) from error
 
     @property
     def pid(self) -> int:

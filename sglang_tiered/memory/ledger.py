@@ -314,12 +314,13 @@ class Ledger:
         )
 
     def is_open(self, pages: np.ndarray) -> np.ndarray:
-        """bool [n]: the page is a request's last one and partly filled, so the
-        next step writes into it: it must stay in T0."""
+        """bool [n]: the page is a running request's last one and partly filled, so
+        the next step writes into it: it must stay in T0."""
         row = self.owner[pages]
         length = self.rows.length[row]
         return (
             self.private[pages]
+            & (self.readers[pages] > 0)
             & (row >= 0)
             & (self.owner_generation[pages] == self.rows.generation[row])
             & (length % self.page_size != 0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ NO_PAGES = np.empty(0, dtype=np.int64)
 class _Parked:
     lock: TreeLock
     pages: np.ndarray  # virtual pages on the lock's path, int64
+    streamed: bool  # the request had rows in the window before
 
 
 class TieredRadixCache(UnifiedRadixCache):
@@ -153,7 +154,10 @@ class TieredRadixCache(UnifiedRadixCache):
         """Called for every request whose rows were just allocated."""
         self._active[req.rid] = req.kv.req_pool_idx
         super().maybe_hand_to_session(req)
-        self.unpark(req.rid, resumed=True)
+        parked = self._parked.get(req.rid)
+        if parked is not None:
+            self.manager.ledger.rows.streamed[req.kv.req_pool_idx] |= parked.streamed
+            self.unpark(req.rid, resumed=True)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -165,7 +169,8 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def _forget_row(self, req: Any, row: int) -> None:
         self._active.pop(req.rid, None)
-        if self.metrics is not None:
+        # A parked request is not over: it counts when it leaves for good.
+        if self.metrics is not None and req.rid not in self._parked:
             self.metrics.count_request(bool(self.manager.ledger.rows.streamed[row]))
         self.manager.ledger.rows.renew(row)
 
@@ -266,7 +271,8 @@ class TieredRadixCache(UnifiedRadixCache):
             return
         pages = self._path_pages(node)
         self.manager.ledger.park(pages)
-        self._parked[req.rid] = _Parked(lock, pages)
+        streamed = bool(self.manager.ledger.rows.streamed[req.kv.req_pool_idx])
+        self._parked[req.rid] = _Parked(lock, pages, streamed)
         if self.metrics is not None:
             self.metrics.parked_total.inc()
 
@@ -305,8 +311,8 @@ class TieredRadixCache(UnifiedRadixCache):
     # -- eviction --------------------------------------------------------------
 
     def _reclaim(self, pages: int) -> None:
-        """Free ``pages`` virtual pages: cold leaves first, then rows of the
-        requests that were parked first, which will recompute them."""
+        """Free ``pages`` virtual pages: cold leaves first, then rows that requests
+        and sessions wait with, oldest first; they will recompute them."""
         target = self.manager.ledger.virtual.available + pages
         while True:
             short = target - self.manager.ledger.virtual.available
@@ -318,22 +324,29 @@ class TieredRadixCache(UnifiedRadixCache):
                     self.metrics.evicted_total.inc(evicted.num_tokens_evicted)
                 if evicted.num_tokens_evicted > 0:
                     continue
-            if not self._parked:
+            if self._parked:
+                waiting = next(iter(self._parked))
+                self.unpark(waiting)
+            elif self._idle:
+                waiting = next(iter(self._idle))
+                self._give_up_session(waiting)
+            else:
                 return
-            rid = next(iter(self._parked))
-            logger.warning("T0 and T1 are full: %s will be recomputed.", rid)
-            self.unpark(rid)
+            logger.warning("T0 and T1 are full: %s will be recomputed.", waiting)
+
+    def _give_up_session(self, session_id: str) -> None:
+        kv = self.session.slots[session_id].kv
+        self.release_session(session_id)
+        # A turn in the waiting queue may hold this record: it begins anew.
+        fresh = type(kv)()
+        for field in fields(kv):
+            setattr(kv, field.name, getattr(fresh, field.name))
 
     def obtainable_ids(self) -> int:
-        """Virtual pages that are free or that ``_reclaim`` can free."""
+        """Virtual pages that are free or that ``_reclaim`` can free: all but those
+        that are read or that the candidate is about to read."""
         ledger = self.manager.ledger
-        free = ledger.virtual.available + self.evictable_size() // self.page_size
-        if not self._parked:
-            return free
-        parked = np.unique(np.concatenate([p.pages for p in self._parked.values()]))
-        kept = np.concatenate([NO_PAGES, *self._idle.values()])
-        parked = np.setdiff1d(parked[ledger.readers[parked] == 0], kept)
-        return free + len(parked)
+        return ledger.virtual.count - ledger.read_pages - self.session_pages()
 
     def check_integrity(self) -> None:
         """Every reader has a lock or a row of its own; raises AssertionError."""

@@ -95,14 +95,14 @@ def environment_for(
     return given
 
 
-def report(server_args: Any, error: ValueError) -> NoReturn:
+def report(server_args: Any, error: Exception) -> NoReturn:
     """``fail`` if ``server_args`` came from a command line, else raise ``error``."""
     if getattr(server_args, "_tiered_command_line", False):
         fail(error)
     raise error
 
 
-def fail(error: ValueError) -> NoReturn:
+def fail(error: Exception) -> NoReturn:
     """End the launcher with the error's lines on stderr and exit code 2."""
     for line in str(error).splitlines():
         print(f"sglang-tiered: error: {line}", file=sys.stderr)

@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.overrides import (
 )
 
 from sglang_tiered.config import RADIX_CACHE_BACKEND, ConfigError, TieredConfig
+from sglang_tiered.memory.host_pool import check_host_budget, free_host_bytes
 from sglang_tiered.sglang import refusals
 from sglang_tiered.sglang.server_args import report
 
@@ -41,12 +42,16 @@ def _is_tiered(server_args: Any) -> bool:
 def _check(server_args: Any, *, resolved: bool) -> None:
     cfg = resolving_view(server_args)
     try:
-        TieredConfig.from_env(os.environ)
+        config = TieredConfig.from_env(os.environ)
+        if config.host_gb is not None:
+            # The pool checks again when it is built; here it is one line, not the
+            # traceback of a child process.
+            check_host_budget(int(config.host_gb * 2**30), 1, free_host_bytes())
         refusals.check_server_args(cfg, os.environ, resolved=resolved)
         # SGLang keeps the model's configuration on the record once it has read it.
         if resolved or getattr(server_args, "_model_config", None) is not None:
             refusals.check_model(
                 model_config_of(server_args), attention_backends_of(cfg)
             )
-    except (ConfigError, refusals.Refusal) as error:
+    except (ConfigError, MemoryError, refusals.Refusal) as error:
         report(server_args, error)

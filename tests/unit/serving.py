@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from applied_hooks import applied
 from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -26,10 +28,10 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from applied_hooks import applied
 from tiers import LAYERS, Array, Tiers
 
 from sglang_tiered.memory.manager import TierPolicy
+from sglang_tiered.sglang import budget
 from sglang_tiered.sglang.allocator import TieredAllocator
 from sglang_tiered.sglang.radix_cache import TieredRadixCache
 from sglang_tiered.sglang.scheduler import run_batch_hook
@@ -37,16 +39,18 @@ from sglang_tiered.sglang.scheduler import run_batch_hook
 VOCAB = 512
 CONTEXT = 512
 NEW_TOKEN_RATIO = 0.3
+GROWTH_TOKENS = 4
 
 
 @contextmanager
 def scheduler_process() -> Iterator[None]:
     """SGLang's process-wide configuration, as a server on a CPU publishes it, and
-    our hooks."""
+    our hooks. Requests come in as close together as these small pools allow."""
     settings = get_context().override_server_args(
         attention_backend="torch_native", device="cpu"
     )
-    with settings, applied():
+    crowded = patch.object(budget, "GROWTH_TOKENS", GROWTH_TOKENS)
+    with settings, applied(), crowded:
         yield
 
 
@@ -230,7 +234,10 @@ class Server:
         self.check_integrity()
 
     def _next_batch(self) -> ScheduleBatch | None:
-        if self.chunked is not None and self.chunked.extend_end > self.chunked.prefix_len:
+        if (
+            self.chunked is not None
+            and self.chunked.extend_end > self.chunked.prefix_len
+        ):
             checkpoint_kv_cache(self.chunked, self.cache)
         if self.last is not None and self.last.forward_mode.is_extend():
             out = [r for r in (self.chunked, self.last.chunked_req) if r is not None]
@@ -299,7 +306,11 @@ class Server:
         )
         batch.prepare_for_extend()
         batch.decoding_reqs = None
-        if self.mixed and not self.running.is_empty() and self.running.check_decode_mem():
+        if (
+            self.mixed
+            and not self.running.is_empty()
+            and self.running.check_decode_mem()
+        ):
             self.running.prepare_for_decode()
             batch.mix_with_running(self.running)
             batch.decoding_reqs = self.running.reqs

@@ -106,7 +106,9 @@ def tensor(*ids: int) -> torch.Tensor:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
-def test_answers_have_the_shape_of_stock_answers(pool: Pool, data: st.DataObject) -> None:
+def test_answers_have_the_shape_of_stock_answers(
+    pool: Pool, data: st.DataObject
+) -> None:
     """Any growth of any sequences: the same places in pages, continuing where stock
     continues, and the same number of pages left."""
     ps = pool.page_size

@@ -191,12 +191,18 @@ def test_only_a_partly_filled_last_page_is_open(
 
 
 def test_pages_of_one_token_are_never_open() -> None:
-    ledger = Ledger(
-        t0_pages=4, host_pages=4, window_pages=2, max_rows=2, page_size=1
-    )
+    ledger = Ledger(t0_pages=4, host_pages=4, window_pages=2, max_rows=2, page_size=1)
     new = ledger.allocate(1, epoch=1)
     ledger.assign(new, pages(1), pages(0))
     ledger.rows.length[1] = 1
+    assert not ledger.is_open(new).any()
+
+
+def test_a_partly_filled_page_of_an_idle_session_is_not_open(ledger: Ledger) -> None:
+    new = ledger.allocate(1, epoch=1)
+    ledger.assign(new, pages(1), pages(0))
+    ledger.rows.length[1] = 3
+    ledger.unread(new, epoch=1)
     assert not ledger.is_open(new).any()
 
 

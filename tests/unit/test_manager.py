@@ -586,8 +586,9 @@ def test_pages_of_many_requests_are_named_in_one_batch(
 ) -> None:
     pool = make_pool(page_size=4)
     first, second = pool.manager.allocate(2), pool.manager.allocate(2)
-    ids = np.r_[first[0] * 4 + np.arange(4), first[1] * 4, second[0] * 4 + 3,
-                second[1] * 4]
+    ids = np.r_[
+        first[0] * 4 + np.arange(4), first[1] * 4, second[0] * 4 + 3, second[1] * 4
+    ]
     pool.forward((1, 5, 5, 0), (2, 9, 2, 0), ids=ids, decode=False)
     assert pool.ledger.owner[np.r_[first, second]].tolist() == [1, 1, 2, 2]
     assert pool.ledger.index[np.r_[first, second]].tolist() == [0, 1, 1, 2]

@@ -82,4 +82,3 @@ def test_a_reset_forgets_every_place(table: PageTable) -> None:
     table.place(pages(3, 5), pages(70, 80))
     table.reset()
     assert table.v2p.tolist() == [0] * 9
-

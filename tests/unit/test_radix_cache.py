@@ -90,12 +90,8 @@ class ServingMachine(RuleBasedStateMachine):
         self.reqs[rid] = (req, list(req.origin_input_ids))
 
     def settle(self) -> None:
-        """Look at the requests that have ended. A request is let in only if it can
-        run alone: no room for the last one means that idle sessions hold it."""
-        for req in self.server.aborted:
-            assert self.sessions
-            del self.reqs[req.rid]
-        self.server.aborted.clear()
+        """Look at the requests that have ended. Who is let in can run alone."""
+        assert not self.server.aborted
         for rid, (req, prompt) in list(self.reqs.items()):
             if req.finished():
                 del self.reqs[rid]
@@ -144,14 +140,17 @@ class ServingMachine(RuleBasedStateMachine):
         if len(self.sessions) < 2:
             self.sessions.append(self.server.session())
         session = self.sessions[which % len(self.sessions)]
-        if not session._inflight:
+        if not self.in_turn(session):
             self.add([6, *turn], new, session)
+
+    def in_turn(self, session: Session) -> bool:
+        return any(req.session is session for req, _ in self.reqs.values())
 
     @precondition(lambda self: self.sessions)
     @rule(which=pick)
     def close(self, which: int) -> None:
         session = self.sessions[which % len(self.sessions)]
-        if not session._inflight:
+        if not self.in_turn(session):
             self.sessions.remove(session)
             self.server.close_session(session)
 
@@ -166,12 +165,6 @@ class ServingMachine(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         """Every request ends; what is left is the tree's and the sessions'."""
-        self.steps(300)
-        if not self.server.idle:
-            # They wait for rows that idle sessions keep.
-            for session in [s for s in self.sessions if not s._inflight]:
-                self.sessions.remove(session)
-                self.server.close_session(session)
         self.server.run()
         self.settle()
         assert not self.reqs

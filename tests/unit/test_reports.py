@@ -162,7 +162,9 @@ def name(thing: Any) -> str:
 @pytest.fixture(params=[1, 4], ids=lambda size: f"page{size}")
 def paged(request: pytest.FixtureRequest, make_server: Callable[..., Server]) -> Server:
     size = request.param
-    return make_server(page_size=size, t0=32 // size, window=16 // size, host=64 // size)
+    return make_server(
+        page_size=size, t0=32 // size, window=16 // size, host=64 // size
+    )
 
 
 @pytest.mark.parametrize("tier", TIERS, ids=name)

@@ -171,9 +171,7 @@ def test_a_lost_slot_is_found(pool: SlotPool) -> None:
     st.booleans(),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans())),
 )
-def test_slots_are_conserved(
-    lowest: bool, steps: list[tuple[int, int, bool]]
-) -> None:
+def test_slots_are_conserved(lowest: bool, steps: list[tuple[int, int, bool]]) -> None:
     """Whatever was allocated and freed, every slot has one state and comes back."""
     pool = SlotPool("slot", 8, first=1, lowest_first=lowest)
     owned: list[int] = []

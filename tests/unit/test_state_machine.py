@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tiers import LAYERS, NO_PAGES, Array, Tiers, batch_of
+from tiers import LAYERS, Array, Tiers, batch_of
 
 from sglang_tiered.memory.manager import TierPolicy
 
@@ -170,9 +170,7 @@ class TierMachine(RuleBasedStateMachine):
         reclaimable = self.evictable() + sum(1 for page in parked if not held[page])
         virtual = self.ledger.virtual.available + reclaimable
         overflow = self.ledger.unplaced + t1 - self.ledger.window.available
-        return need <= min(
-            self.manager.attainable(t0, t1), virtual - max(overflow, 0)
-        )
+        return need <= min(self.manager.attainable(t0, t1), virtual - max(overflow, 0))
 
     def room(self, need: int) -> bool:
         promised = self.can_get(need)
@@ -210,8 +208,6 @@ class TierMachine(RuleBasedStateMachine):
         entries = extends + [(request, 1) for request in decodes]
         before = [request.pages for request, _ in extends]
         new_ids = self.write(entries)
-        for (request, _), old in zip(extends, before, strict=True):
-            self.wake(request, old)
         batch = batch_of(
             *((r.row, r.length, tokens, r.prompt) for r, tokens in entries),
             ids=new_ids,
@@ -227,8 +223,9 @@ class TierMachine(RuleBasedStateMachine):
             page, offset = divmod(token, self.page_size)
             self.holds[page][offset] = value
         read = np.concatenate([self.ids(r, np.arange(r.length)) for r, _ in entries])
-        held = np.array([self.holds[t // self.page_size][t % self.page_size]
-                         for t in read.tolist()])
+        held = np.array(
+            [self.holds[t // self.page_size][t % self.page_size] for t in read.tolist()]
+        )
         for layer in range(LAYERS):
             self.tiers.write(layer, new_ids, values)
             self.tiers.engine.wait_until(layer)
@@ -243,6 +240,7 @@ class TierMachine(RuleBasedStateMachine):
             return False
         if not self.can_get(self.missing(request, tokens) + 1, t0, t1):
             return False
+        self.wake(request)
         if request.length % self.page_size:
             assert self.reopen(request.own[-1])
         assert self.room(self.missing(request, tokens))
@@ -259,12 +257,12 @@ class TierMachine(RuleBasedStateMachine):
         in_t0 = int((self.ledger.t0_page[array(request.pages)] >= 0).sum())
         return in_t0, len(request.pages) - in_t0
 
-    def wake(self, request: Request, pages: list[int]) -> None:
+    def wake(self, request: Request) -> None:
         if request in self.idle:
             self.idle.remove(request)
             self.running.append(request)
-            self.manager.read(array(pages))
-            self.read.update(pages)
+            self.manager.read(array(request.pages))
+            self.read.update(request.pages)
 
     # -- rules -----------------------------------------------------------------------
 
