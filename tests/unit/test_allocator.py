@@ -380,7 +380,7 @@ def test_sglang_38941_segments_that_meet_inside_a_page_are_refused(
     """sglang#38941."""
     ids = page4.extend(([], 12))
     assert ids is not None
-    with pytest.raises(AssertionError, match="not page-aligned|shares a page"):
+    with pytest.raises(AssertionError, match=r"not page-aligned|shares a page"):
         page4.allocator.free_segments([(ids[:6], 0), (ids[6:], 6)])
 
 

@@ -1,10 +1,13 @@
 """The tiered radix cache inside SGLang's own scheduling: who reads which rows, what is
 kept for whom, and that nothing is lost or kept for ever."""
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,7 +18,13 @@ from hypothesis.stateful import (
 )
 from serving import Server, scheduler_process
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+    TreeLock,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.session.session_controller import Session
 
 from sglang_tiered.memory.manager import TierPolicy
@@ -197,3 +206,405 @@ TestServingMachine.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+# -- the tree by itself
+
+
+@pytest.fixture
+def make_server() -> Iterator[Callable[..., Server]]:
+    made: list[Server] = []
+
+    def make(**settings: Any) -> Server:
+        made.append(Server(**settings))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.check_integrity()
+        server.close()
+
+
+@pytest.fixture
+def server(make_server: Callable[..., Server]) -> Server:
+    """T0 32, window 16, host 64, pages of one token."""
+    return make_server()
+
+
+def key_of(numbers: list[int]) -> RadixKey:
+    return RadixKey(array("q", numbers))
+
+
+def insert(server: Server, numbers: list[int]) -> None:
+    """What the tree does with the rows of a request: duplicates are freed, the rest
+    is the tree's."""
+    page = server.page_size
+    whole = numbers[: len(numbers) // page * page]
+    ids = server.allocator.alloc(len(whole))
+    assert ids is not None
+    server.allocator.take_new_ids()
+    have = server.cache.match_prefix(MatchPrefixParams(key=key_of(whole)))
+    server.cache.insert(InsertParams(key=key_of(whole), value=ids))
+    new = ids[have.device_prefix_len :: page].numpy() // page
+    server.ledger.give_to_tree(new)
+
+
+numbers = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+step = st.one_of(
+    st.tuples(st.just("insert"), numbers),
+    st.tuples(st.just("lock"), numbers),
+    st.tuples(st.just("unlock"), pick),
+    st.tuples(st.just("evict"), st.integers(1, 12)),
+)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(page_size=st.sampled_from([1, 4]), steps=st.lists(step, max_size=25))
+def test_mllm_656_sizes_after_any_split_and_lock(
+    page_size: int, steps: list[tuple[str, Any]]
+) -> None:
+    """mllm#656: the evictable size went negative after a split and a lock."""
+    server = Server(page_size=page_size, t0=200, window=8, host=200)
+    cache, ledger = server.cache, server.ledger
+    held: list[TreeLock] = []
+    for what, how in steps:
+        if what == "insert":
+            insert(server, how)
+        elif what == "lock":
+            match = cache.match_prefix(MatchPrefixParams(key=key_of(how)))
+            held.append(cache.lock(match.last_device_node))
+        elif what == "unlock" and held:
+            cache.unlock(held.pop(how % len(held)))
+        elif what == "evict":
+            evictable = cache.evictable_size()
+            evicted = cache.evict(EvictParams(num_tokens=how)).num_tokens_evicted
+            assert evicted >= min(how, evictable)
+        server.check_integrity()
+        tree = ledger.live & ~ledger.private
+        cold = int((tree & (ledger.readers == 0)).sum())
+        assert cache.evictable_size() == cold * page_size
+        assert cache.protected_size() == (int(tree.sum()) - cold) * page_size
+    for lock in held:
+        cache.unlock(lock)
+    assert cache.protected_size() == 0
+    server.close()
+
+
+def test_a_lock_reads_its_whole_path(server: Server) -> None:
+    insert(server, [1, 2, 3, 4])
+    match = server.cache.match_prefix(MatchPrefixParams(key=key_of([1, 2, 3])))
+    lock = server.cache.lock(match.last_device_node)
+    path = server.cache._path_pages(match.last_device_node)
+    assert server.ledger.readers[path].tolist() == [1, 1, 1]
+    assert server.ledger.read_pages == 3
+    server.cache.unlock(lock)
+    assert server.ledger.read_pages == 0
+
+
+def test_a_lock_outlives_a_split_of_its_path(server: Server) -> None:
+    insert(server, [1, 2, 3, 4])
+    match = server.cache.match_prefix(MatchPrefixParams(key=key_of([1, 2, 3, 4])))
+    lock = server.cache.lock(match.last_device_node)
+    insert(server, [1, 2, 7, 8])
+    assert server.ledger.read_pages == 4
+    server.check_integrity()
+    server.cache.unlock(lock)
+    assert server.ledger.read_pages == 0
+
+
+def test_an_audit_finds_a_reader_without_a_lock(server: Server) -> None:
+    insert(server, [1, 2, 3])
+    page = np.flatnonzero(server.ledger.live)[:1]
+    server.manager.read(page)
+    with pytest.raises(AssertionError, match="readers are wrong"):
+        server.cache.check_integrity()
+    server.manager.unread(page)
+
+
+# -- rows that change hands
+
+PROMPT = [9, 9, 9, 9, 1, 2, 3, 4]
+
+
+def run_one(server: Server, prompt: list[int], new: int, rid: str) -> Req:
+    req = server.request(prompt, new, rid)
+    server.run()
+    return req
+
+
+def test_a_prompt_is_given_to_the_tree_when_it_is_computed(server: Server) -> None:
+    req = server.request(PROMPT, 5, "r")
+    server.step()
+    assert req.kv.cache_protected_len == len(PROMPT)
+    assert int((server.ledger.live & ~server.ledger.private).sum()) == len(PROMPT)
+    server.run()
+
+
+def test_rows_given_to_the_tree_stay_where_they_are(server: Server) -> None:
+    run_one(server, PROMPT, 5, "r")
+    assert server.manager.counters.demoted == 0
+    assert server.ledger.t0_unread == len(PROMPT) + 4
+
+
+def test_duplicates_are_freed_and_the_trees_rows_are_read(server: Server) -> None:
+    """Two equal prompts in one batch: both compute them, the tree keeps one."""
+    first = server.request(PROMPT, 5, "r")
+    second = server.request(PROMPT, 5, "s")
+    server.step()
+    assert server.ledger.virtual.used == len(PROMPT)
+    shared = server.cache._path_pages(first.last_node)
+    assert server.ledger.readers[shared].tolist() == [2] * len(PROMPT)
+    server.run()
+    assert list(first.output_ids) == list(second.output_ids)
+
+
+def test_duplicates_that_left_t0_are_freed(make_server: Callable[..., Server]) -> None:
+    server = make_server(page_size=4, t0=8, window=8, host=20)
+    first = server.request(PROMPT, 9, "r")
+    server.request(PROMPT, 9, "s")
+    for _ in range(7):
+        server.step()
+    assert server.manager.make_room(server.ledger.t0.available + 2)
+    server.run()
+    assert list(first.output_ids) == server.expected(PROMPT, 9)
+    assert server.ledger.live.sum() == server.cache.evictable_size() // 4
+
+
+def test_a_prefix_in_t1_is_matched_like_any_other(server: Server) -> None:
+    run_one(server, PROMPT, 5, "r")
+    server.manager.make_room(32)
+    assert server.ledger.t1 == len(PROMPT) + 4
+    req = run_one(server, [*PROMPT, 7, 7], 5, "s")
+    assert req.cached_tokens == len(PROMPT)
+    assert list(req.output_ids) == server.expected([*PROMPT, 7, 7], 5)
+
+
+def test_a_second_turn_reads_the_first_ones_output(server: Server) -> None:
+    first = run_one(server, PROMPT, 6, "r")
+    prompt = [*PROMPT, *first.output_ids, 7]
+    second = run_one(server, prompt, 6, "s")
+    assert second.cached_tokens == len(prompt) - 2
+    assert list(second.output_ids) == server.expected(prompt, 6)
+
+
+# -- parking
+
+
+def running(server: Server, new: int = 12, steps: int = 5) -> Req:
+    req = server.request(PROMPT, new, "r")
+    for _ in range(steps):
+        server.step()
+    return req
+
+
+def test_a_parked_request_keeps_its_rows_and_reads_none(server: Server) -> None:
+    req = running(server)
+    rows = req.kv.kv_allocated_len
+    server.retract(req)
+    assert server.ledger.virtual.used == rows
+    assert server.ledger.read_pages == 0
+    assert server.ledger.parks.sum() == rows
+    assert server.cache.evictable_size() == 0
+    server.run()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_parked_request_recomputes_at_most_a_page(
+    page_size: int, make_server: Callable[..., Server]
+) -> None:
+    server = make_server(page_size=page_size, t0=16, window=8, host=32)
+    req = running(server)
+    server.retract(req)
+    server.run()
+    assert 0 < server.recomputed <= page_size
+    assert list(req.output_ids) == server.expected(PROMPT, 12)
+
+
+def test_a_request_that_resumed_is_not_parked_any_more(server: Server) -> None:
+    req = running(server)
+    server.retract(req)
+    server.step()
+    assert server.cache.parked_requests() == 0
+    assert not server.ledger.parks.any()
+    server.run()
+    assert req.finished()
+
+
+def test_parked_rows_are_not_evicted(server: Server) -> None:
+    req = running(server)
+    server.retract(req)
+    assert server.cache.evict(EvictParams(num_tokens=100)).num_tokens_evicted == 0
+    server.run()
+    assert server.recomputed == 1
+    assert req.finished()
+
+
+def test_parked_rows_wait_in_t1(server: Server) -> None:
+    req = running(server)
+    server.retract(req)
+    assert server.manager.make_room(32)
+    assert server.ledger.window.used == 0
+    server.run()
+    assert list(req.output_ids) == server.expected(PROMPT, 12)
+
+
+def test_two_parked_requests_share_a_prefix(server: Server) -> None:
+    reqs = [server.request([*PROMPT, n], 12, f"r{n}") for n in range(2)]
+    for _ in range(5):
+        server.step()
+    for req in reqs:
+        server.retract(req)
+    server.abort(reqs[0])
+    shared = server.ledger.parks[server.ledger.live]
+    assert (shared > 0).sum() == len(PROMPT) + 5
+    server.run()
+    assert list(reqs[1].output_ids) == server.expected([*PROMPT, 1], 12)
+
+
+def test_a_finished_request_is_not_parked(server: Server) -> None:
+    req = running(server)
+    server.abort(req)
+    server.cache.park(req)
+    assert server.cache.parked_requests() == 0
+    server.run()
+
+
+def test_a_session_turn_is_not_parked(server: Server) -> None:
+    session = server.session()
+    req = server.request(PROMPT, 12, "r", session)
+    for _ in range(5):
+        server.step()
+    server.retract(req)
+    assert server.cache.parked_requests() == 0
+    server.run()
+    assert server.recomputed == 1
+    assert list(req.output_ids) == server.expected(PROMPT, 12)
+
+
+# -- sessions
+
+
+def turn(server: Server, session: Session, tokens: list[int], rid: str) -> list[int]:
+    """One turn of four tokens: its whole prompt."""
+    req = server.request(tokens, 4, rid, session)
+    prompt = list(req.origin_input_ids)
+    server.run()
+    assert list(req.output_ids) == server.expected(prompt, 4)
+    return prompt
+
+
+@pytest.fixture(params=[1, 4], ids=lambda size: f"page{size}")
+def paged(request: pytest.FixtureRequest, make_server: Callable[..., Server]) -> Server:
+    size = request.param
+    return make_server(page_size=size, t0=32 // size, window=16 // size, host=64 // size)
+
+
+def test_an_idle_session_keeps_its_rows_and_reads_none(paged: Server) -> None:
+    session = paged.session()
+    turn(paged, session, PROMPT, "t1")
+    assert paged.ledger.read_pages == 0
+    assert paged.ledger.virtual.used * paged.page_size >= len(PROMPT) + 3
+    paged.close_session(session)
+
+
+def test_a_turn_goes_on_from_rows_in_t1(paged: Server) -> None:
+    session = paged.session()
+    turn(paged, session, PROMPT, "t1")
+    assert paged.manager.make_room(paged.ledger.t0.count)
+    turn(paged, session, [5, 6, 7], "t2")
+    turn(paged, session, [5], "t3")
+    paged.close_session(session)
+
+
+def test_a_turn_does_not_send_its_own_rows_away(
+    make_server: Callable[..., Server],
+) -> None:
+    """Rows of a turn that is let in are read before its new rows are allocated."""
+    server = make_server(t0=24, window=4, host=60)
+    session = server.session()
+    turn(server, session, PROMPT, "t1")
+    run_one(server, [7] * 10, 3, "cold")
+    turn(server, session, [5] * 8, "t2")
+    server.close_session(session)
+
+
+def test_a_session_gives_up_its_rows_when_nothing_else_is_left(
+    make_server: Callable[..., Server],
+) -> None:
+    """Ids that idle sessions hold would otherwise stop every request for ever."""
+    server = make_server(t0=16, window=8, host=16)
+    sessions = [server.session() for _ in range(2)]
+    for n, session in enumerate(sessions):
+        turn(server, session, PROMPT[n:] + [n], f"t{n}")
+    req = run_one(server, [3, 1, 4], 11, "r")
+    assert list(req.output_ids) == server.expected([3, 1, 4], 11)
+    for n, session in enumerate(sessions):
+        turn(server, session, [5], f"u{n}")
+        server.close_session(session)
+
+
+def test_a_waiting_turn_begins_anew_when_its_session_has_lost_its_rows(
+    server: Server,
+) -> None:
+    session = server.session()
+    turn(server, session, PROMPT, "t1")
+    req = server.request([5, 5], 4, "t2", session)
+    prompt = list(req.origin_input_ids)
+    req.init_next_round_input(server.cache)
+    assert req.kv.holds_kv
+    server.cache._reclaim(server.ledger.virtual.count)
+    server.run()
+    assert list(req.output_ids) == server.expected(prompt, 4)
+    server.close_session(session)
+
+
+# -- admission
+
+
+def test_idle_rows_are_no_room_for_the_turn_that_reads_them(server: Server) -> None:
+    session = server.session()
+    turn(server, session, PROMPT, "t1")
+    held = server.ledger.virtual.used
+    req = server.request([5], 4, "t2", session)
+    req.init_next_round_input(server.cache)
+    assert server.cache.session_pages() == held
+    assert server.cache.obtainable_ids() == server.ledger.virtual.count - held
+    server.run()
+    server.close_session(session)
+
+
+def test_all_that_nobody_reads_can_be_had(server: Server) -> None:
+    run_one(server, PROMPT, 5, "r")
+    req = running(server, steps=3)
+    server.retract(req)
+    session = server.session()
+    assert server.cache.obtainable_ids() == server.ledger.virtual.count
+    server.run()
+    server.close_session(session)
+
+
+def test_every_hit_counts_the_rows_that_have_no_place(server: Server) -> None:
+    """The scheduler pins a candidate's prefix while it asks what is left."""
+    run_one(server, PROMPT * 2, 5, "r")
+    server.manager.make_room(32)
+    server.request([1] * 20, 2, "s")
+    server.step()
+    budget = server.allocator.create_prefill_budget(server.cache)
+    before = budget.remaining_current
+    match = server.cache.match_prefix(MatchPrefixParams(key=key_of(PROMPT * 2)))
+    lock = server.cache.lock(match.last_device_node)
+    assert budget.remaining_current == before - len(PROMPT) * 2
+    server.cache.unlock(lock)
+    server.run()
+
+
+def test_a_flush_forgets_everybody(server: Server) -> None:
+    turn(server, server.session(), PROMPT, "t1")
+    run_one(server, PROMPT, 4, "r")
+    server.flush()
+    assert server.ledger.virtual.used == 0
+    assert run_one(server, PROMPT, 4, "s").cached_tokens == 0
