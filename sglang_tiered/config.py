@@ -176,7 +176,7 @@ FLAGS: tuple[Flag, ...] = (
         kind=int,
         metavar="TOKENS",
         help=(
-            "The first rows of each request, which attention reads most: they leave "
+            "The first generated tokens of each request: like its prompt, they leave "
             "the device only after everything unprotected has. Default: 4."
         ),
         example="4",

@@ -27,6 +27,7 @@ _GAUGES = {
     "t1_peak_tokens": "Most rows with only a host copy so far.",
     "window_peak_tokens": "Most rows in the window so far.",
     "clean_tokens": "Rows in T0 that also have a host copy.",
+    "private_tokens": "Rows that belong to a request or a session, not to the tree.",
     "t0_usage": "Share of T0 in use, 0 to 1.",
     "parked_requests": "Retracted requests that wait with their rows kept.",
 }
@@ -115,6 +116,7 @@ class TierMetrics:
             "t1_peak_tokens": counters.t1_peak * page,
             "window_peak_tokens": counters.window_peak * page,
             "clean_tokens": ledger.clean * page,
+            "private_tokens": int(ledger.private.sum()) * page,
             "t0_usage": ledger.t0.used / ledger.t0.count,
             "parked_requests": parked,
         }

@@ -143,12 +143,6 @@ class TierManager:
         window = ledger.window.available - ledger.unplaced - starts_reading_t1
         return ledger.t0.available + unread + min(read, max(window, 0)) + min(window, 0)
 
-    def overflow(self, starts_reading_t1: int = 0) -> int:
-        """Pages that are read and find no room in the window. They return to T0 and
-        give up no host page, so each also takes a virtual id out of use."""
-        ledger = self.ledger
-        return max(0, ledger.unplaced + starts_reading_t1 - ledger.window.available)
-
     def room_for_reading(self) -> int:
         """Pages that running requests could read beside those they read now."""
         ledger = self.ledger
@@ -178,7 +172,9 @@ class TierManager:
 
     def make_room(self, n: int) -> bool:
         """Make ``allocate(n)`` possible: evict for virtual ids, demote for T0."""
-        n += self.overflow()
+        # Read pages for which the window has no room return to T0. They give up no
+        # host page, so each of them also takes a virtual id out of use.
+        n += max(0, self.ledger.unplaced - self.ledger.window.available)
         return self._free_ids(n) and self._free_t0(n)
 
     def _free_ids(self, n: int) -> bool:
@@ -268,10 +264,9 @@ class TierManager:
             pool.retire(self.mover.done_epoch)
         if batch.decode.any():
             self.ledger.rows.steps[batch.row[batch.decode]] += 1
-            if self.policy.hbm_ratio is None:
-                self._promote_into_free_t0()
-            else:
+            if self.policy.hbm_ratio is not None:
                 self._retier(batch)
+            self._promote_into_free_t0()
 
     def _tag(self, batch: BatchRows) -> None:
         rows, ps = self.ledger.rows, self.page_size
@@ -457,7 +452,12 @@ class TierManager:
         if spare < max(1, self._slack()):
             return  # not worth a scan
         pages = ledger.in_window()
-        pages = pages[promotion_order(*self._rank(pages))][:spare]
+        view, protection = self._rank(pages)
+        order = promotion_order(view, protection)
+        if self.policy.hbm_ratio is not None:
+            # Unprotected pages are where ratio mode wants them.
+            order = order[protection[order] >= Protection.PREFIX]
+        pages = pages[order][:spare]
         short = len(pages) - ledger.t0.available
         if short > 0 and not self._demote_for(short, slack=False):
             pages = pages[: ledger.t0.available]

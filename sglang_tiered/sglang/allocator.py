@@ -8,6 +8,7 @@ forgot.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from sglang_tiered.memory.manager import TierManager, TierPolicy
 from sglang_tiered.memory.page_table import PageTable
 from sglang_tiered.sglang import deployment
 from sglang_tiered.sglang.budget import TieredPrefillBudget
+
+# The audit reads every table: a lone request must not wait for it each time.
+AUDIT_SECONDS = 10.0
 
 
 def host_ids(ids: torch.Tensor) -> np.ndarray:
@@ -48,7 +52,8 @@ class TieredAllocator(BaseTokenToKVPoolAllocator):
         self._audit = audit
         self.tree: Any = None  # the radix tree, once it exists
         self._new_ids: list[np.ndarray] = []
-        self._audited = -1
+        self._seen_idle = self._audited = -1
+        self._next_audit = 0.0
         super().__init__(size, page_size, dtype, device, kvcache, need_sort=False)
         self.free_group: list[torch.Tensor] | None = None
 
@@ -116,13 +121,19 @@ class TieredAllocator(BaseTokenToKVPoolAllocator):
         return longest
 
     def verify_byte_accounting(self) -> list[str]:
-        """SGLang's idle audit: the full physical check, once per change."""
-        if self._audited == self.manager.ledger.version:
+        """SGLang's idle audit, called all the time while it is idle: the full physical
+        check, once per change and at most every ``AUDIT_SECONDS``."""
+        version = self.manager.ledger.version
+        if self._seen_idle != version:
+            self._seen_idle = version
+            self.tree.on_idle()
+        now = time.monotonic()
+        if self._audited == version or now < self._next_audit:
             return []
-        self._audited = self.manager.ledger.version
+        self._audited, self._next_audit = version, now + AUDIT_SECONDS
         try:
             self.check_integrity()
-            self.tree.on_idle_audit()
+            self.tree.check_integrity()
         except AssertionError as violation:
             return [f"tiered pool: {violation}"]
         return []

@@ -39,15 +39,18 @@ class TieredPrefillBudget(PrefillBudget):
         )
         self.manager = allocator.manager
         self.admitted = 0
-        self.cut = False  # a prompt was cut in this pass; SGLang tracks only one
+        # A prompt was cut in this pass, of which SGLang tracks only one; and what is
+        # left of it, which nobody has room for yet.
+        self.cut = False
+        self.rest_tokens = 0
+        self._candidate_rest = 0
         tree_cache.begin_admission()
 
     @property
     def remaining_current(self) -> int:
         t0, t1 = self.tree_cache.session_reads()
-        ids = self.tree_cache.obtainable_ids() - self.manager.overflow(t1)
-        pages = min(self.manager.attainable(t0, t1), ids)
-        return pages * self.page_size - self.current_offset
+        attainable = self.manager.attainable(t0, t1)
+        return attainable * self.page_size - self.current_offset
 
     def check_prefill(
         self,
@@ -60,24 +63,30 @@ class TieredPrefillBudget(PrefillBudget):
         chunk_limit: int | None,
         auxiliary_swa_host_hit_length: int = 0,
     ) -> tuple[bool, int | None]:
+        rows = self._rows_needed(extend_input_len, chunk_limit)
         fits = (
             total_tokens < self.remaining_total
-            and self._rows_fit(extend_input_len)
-            and self._windows_fit()
+            and rows <= self._room()
+            and self._windows_fit(rows)
         )
         # Alone, a request needs no head room beside itself: its length was clipped
         # to what the tiers hold.
         if not fits and not self._is_alone():
             return False, None
         fit = self._fit(extend_input_len, chunk_limit)
-        if fit == 0 or (self.cut and fit is not None and fit < extend_input_len):
+        self._candidate_rest = self._rest(extend_input_len, fit)
+        if fit == 0 or (self.cut and self._candidate_rest):
             return LATER
         return True, fit
 
     def fit_chunk(
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
     ) -> int | None:
-        return self._fit(extend_input_len, chunk_limit) or None
+        fit = self._fit(extend_input_len, chunk_limit)
+        self._candidate_rest = self._rest(extend_input_len, fit)
+        if not fit:  # it waits, and is still the one prompt that is cut
+            self._keep_rest()
+        return fit or None
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         return chunk_limit
@@ -103,9 +112,20 @@ class TieredPrefillBudget(PrefillBudget):
     ) -> None:
         super().reserve(extend_input_len, max_new_tokens, extra_tokens=extra_tokens)
         self.admitted += 1
-        # Only an unfinished prompt reserves no output.
-        self.cut = self.cut or max_new_tokens == 0
+        self._keep_rest()
         self.tree_cache.admit_candidate()
+
+    def _keep_rest(self) -> None:
+        self.cut = self.cut or self._candidate_rest > 0
+        self.rest_tokens += self._candidate_rest
+        self._candidate_rest = 0
+
+    def _rest(self, extend_input_len: int, fit: int | None) -> int:
+        """Tokens of a prompt that a chunk of ``fit`` leaves for later passes. In whole
+        pages, as SGLang decides whether it cuts."""
+        return (
+            0 if fit is None else max(self.ceil_paged_tokens(extend_input_len) - fit, 0)
+        )
 
     def _fit(self, extend_input_len: int, chunk_limit: int | None) -> int | None:
         """The longest chunk that T0 can take, ``chunk_limit`` if it is shorter;
@@ -119,16 +139,29 @@ class TieredPrefillBudget(PrefillBudget):
         room = max(room, 0) // self.page_size * self.page_size
         return min(chunk_limit, room)
 
-    def _rows_fit(self, extend_input_len: int) -> bool:
-        """The candidate's rows and some growth of everybody fit T0 and the window."""
-        room = self.manager.room_for_reading() - self.tree_cache.session_pages()
-        needed = self.ceil_paged_tokens(extend_input_len) + self.current_offset
-        return room * self.page_size >= needed + GROWTH_TOKENS * self._running()
+    def _rows_needed(self, extend_input_len: int, chunk_limit: int | None) -> int:
+        """Tokens: what this pass and the candidate write, and some growth of
+        everybody; a prompt in chunks lets the others grow once per chunk."""
+        unwritten = self.ceil_paged_tokens(extend_input_len) + self.rest_tokens
+        growth = GROWTH_TOKENS + (-(-unwritten // chunk_limit) if chunk_limit else 0)
+        return unwritten + self.current_offset + growth * self._running()
 
-    def _windows_fit(self) -> bool:
-        """Every running request's recent window and open page fit T0."""
+    def _room(self) -> int:
+        """Tokens that could be read in T0 and the window beside those read now."""
+        pages = self.manager.room_for_reading() - self.tree_cache.session_pages()
+        return pages * self.page_size
+
+    def _windows_fit(self, rows: int) -> bool:
+        """Every running request's recent window and open page fit T0, at the latest
+        when ``rows`` tokens more no longer do."""
+        ledger = self.manager.ledger
+        if (
+            ledger.read_pages * self.page_size + rows
+            <= ledger.t0.count * self.page_size
+        ):
+            return True
         each = -(-self.manager.policy.recent_window // self.page_size) + 1
-        return self._running() * each <= self.manager.ledger.t0.count
+        return self._running() * each <= ledger.t0.count
 
     def _running(self) -> int:
         """Requests that run once the candidate is admitted."""

@@ -54,7 +54,7 @@ def config_from_budget_hook(
         layers=layers,
     )
     deployment.start(layout)
-    config.max_total_num_tokens = (sizes.t0_pages + sizes.host_pages) * page_size
+    config.max_total_num_tokens = sizes.virtual_pages * page_size
     mib = bytes_per_token * page_size / 2**20
     window_mib = sum(
         layer_row.row_bytes for layer in layers[:2] for layer_row in layer

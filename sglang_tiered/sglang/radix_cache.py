@@ -89,9 +89,8 @@ class TieredRadixCache(UnifiedRadixCache):
         if self.metrics is not None:
             self._publish(self.metrics.tick)
 
-    def on_idle_audit(self) -> None:
+    def on_idle(self) -> None:
         """The scheduler is idle and something has changed since it last was."""
-        self.check_integrity()
         if self.metrics is not None:
             self._publish(self.metrics.update)
 
@@ -185,9 +184,10 @@ class TieredRadixCache(UnifiedRadixCache):
         if not super().claim_kv_row(req):
             return False
         self._active.pop(req.rid, None)
-        if self.metrics is not None:
-            self.metrics.count_request(bool(self.manager.ledger.rows.streamed[row]))
-        self.manager.ledger.rows.streamed[row] = False
+        if req.finished():  # a retracted turn is not over
+            if self.metrics is not None:
+                self.metrics.count_request(bool(self.manager.ledger.rows.streamed[row]))
+            self.manager.ledger.rows.streamed[row] = False
         assert slot is not None
         self.manager.ledger.rows.length[row] = slot.kv.kv_allocated_len
         pages = self._session_pages(slot)
@@ -312,7 +312,8 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def _reclaim(self, pages: int) -> None:
         """Free ``pages`` virtual pages: cold leaves first, then rows that requests
-        and sessions wait with, oldest first; they will recompute them."""
+        and sessions wait with, oldest first; they will recompute them. So ids are
+        short only if running requests read all the others."""
         target = self.manager.ledger.virtual.available + pages
         while True:
             short = target - self.manager.ledger.virtual.available
@@ -341,12 +342,6 @@ class TieredRadixCache(UnifiedRadixCache):
         fresh = type(kv)()
         for field in fields(kv):
             setattr(kv, field.name, getattr(fresh, field.name))
-
-    def obtainable_ids(self) -> int:
-        """Virtual pages that are free or that ``_reclaim`` can free: all but those
-        that are read or that the candidate is about to read."""
-        ledger = self.manager.ledger
-        return ledger.virtual.count - ledger.read_pages - self.session_pages()
 
     def check_integrity(self) -> None:
         """Every reader has a lock or a row of its own; raises AssertionError."""

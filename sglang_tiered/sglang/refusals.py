@@ -110,6 +110,7 @@ SERVER_ARG_ROWS: tuple[Row, ...] = (
     # More than one rank.
     _size("tp_size", _RANKS),
     _size("pp_size", _RANKS),
+    _size("dp_size", _RANKS),
     _size("attn_dp_size", _RANKS),
     _size("dcp_size", _CONTEXT),
     _size("attn_cp_size", _CONTEXT),

@@ -48,6 +48,11 @@ def _check(server_args: Any, *, resolved: bool) -> None:
             # traceback of a child process.
             check_host_budget(int(config.host_gb * 2**30), 1, free_host_bytes())
         refusals.check_server_args(cfg, os.environ, resolved=resolved)
+        if cfg.device == "cuda":
+            raise refusals.Refusal(
+                "--device cuda: the window in CUDA memory is not in this version; "
+                "fix: use --device cpu, or wait for the next"
+            )
         # SGLang keeps the model's configuration on the record once it has read it.
         if resolved or getattr(server_args, "_model_config", None) is not None:
             refusals.check_model(

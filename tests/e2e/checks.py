@@ -87,7 +87,12 @@ def assert_hooks_were_called(server: ServerUnderTest, names: Sequence[str]) -> N
 
 
 def assert_empties(server: ServerUnderTest) -> None:
-    """After /flush_cache no tier holds a row, and no check has complained."""
+    """Nobody holds a row of their own any more; after /flush_cache no tier holds any,
+    and no check has complained."""
+    server.settle(
+        lambda metrics: not metrics.total("sglang_tiered:private_tokens"),
+        "requests left rows behind",
+    )
     server.flush_cache()
 
     def empty(metrics: Metrics) -> bool:

@@ -491,8 +491,12 @@ class Tree:
 
     def __init__(self) -> None:
         self.audits = 0
+        self.idle = 0
 
-    def on_idle_audit(self) -> None:
+    def on_idle(self) -> None:
+        self.idle += 1
+
+    def check_integrity(self) -> None:
         self.audits += 1
 
 
@@ -505,7 +509,18 @@ def test_the_idle_audit_reports_what_is_wrong(page4: Pool) -> None:
     page4.tiers.ledger.t0_read -= 1
 
 
-def test_the_idle_audit_looks_once_at_each_change(page4: Pool) -> None:
+def test_the_idle_audit_does_not_look_all_the_time(page4: Pool) -> None:
+    page4.allocator.tree = tree = Tree()
+    for _ in range(3):
+        page4.extend(([], 8))
+        page4.allocator.verify_byte_accounting()
+    assert (tree.idle, tree.audits) == (3, 1)
+
+
+def test_the_idle_audit_looks_once_at_each_change(
+    page4: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_tiered.sglang.allocator.AUDIT_SECONDS", 0)
     page4.allocator.tree = tree = Tree()
     page4.extend(([], 8))
     assert page4.allocator.verify_byte_accounting() == []

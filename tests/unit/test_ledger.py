@@ -118,6 +118,7 @@ def test_sglang_jax_982_a_double_free_is_refused(ledger: Ledger) -> None:
     ledger.release(new[:1])
     with pytest.raises(RuntimeError, match="double free of virtual pages"):
         ledger.release(new)
+    assert counts(ledger) == {"t0_read": 1}
 
 
 def test_a_page_named_twice_is_refused(ledger: Ledger) -> None:

@@ -323,6 +323,24 @@ def test_vllm_39806_what_enters_the_tree_is_exact(
     assert server.cache.evictable_size() == length // page_size * page_size
 
 
+def test_vllm_39806_the_row_in_flight_is_not_parked(
+    make_server: Callable[..., Server],
+) -> None:
+    """vllm#39806: under overlap scheduling the step before still writes the row of
+    the last known token."""
+    server = make_server(overlap=True)
+    reqs = [server.request([*PROMPT, n], 9, f"r{n}") for n in range(2)]
+    for _ in range(5):
+        server.step()
+    server.retract_next = True
+    server.step()
+    (victim,) = server.waiting
+    assert (server.ledger.parks > 0).sum() == victim.seqlen - 1
+    server.run()
+    for n, req in enumerate(reqs):
+        assert list(req.output_ids) == server.expected([*PROMPT, n], 9)
+
+
 def test_vllm_39806_thinking_enters_the_tree_cold(server: Server) -> None:
     """vllm#39806: thinking tokens filled the prefix cache with dead branches. Ours
     are the first to leave T0, and leave the tree before the prompt they followed."""
@@ -523,8 +541,8 @@ def test_vllm_29870_the_same_name_comes_again_after_an_abort(server: Server) -> 
     req = started(server, "r", PROMPT, 20, steps=8)
     server.retract(req)
     server.abort(req)
-    again = started(server, "r", [*PROMPT, 5], 10)
     assert server.cache.parked_requests() == 0
+    again = started(server, "r", [*PROMPT, 5], 10)
     server.run()
     assert list(again.output_ids) == server.expected([*PROMPT, 5], 10)
     assert empty(server) == [0, 0, 0, 0]
