@@ -1,5 +1,5 @@
-"""Under CI the run fails when other tests were skipped than those listed here, so that no
-test stops running without anybody noticing."""
+"""Under CI the run fails when other tests were skipped than those listed here, so that
+no test stops running without anybody noticing."""
 
 from __future__ import annotations
 
