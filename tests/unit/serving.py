@@ -182,12 +182,13 @@ class Server:
 
     def abort(self, req: Req) -> None:
         """The client of ``req`` goes away."""
+        between_chunks = req is self.chunked
         if req in self.waiting:
             self.waiting.remove(req)
             self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
             if req.session is not None:
                 req.session.abort_req()
-        elif req is self.chunked:
+        elif between_chunks:
             req.finished_reason = FINISH_ABORT()
             self.cache.finish(req.cache_request_handle, CacheRequestOutcome.ABORT)
             release_kv_cache(req, self.cache, checkpoint=False)

@@ -249,43 +249,45 @@ def insert(server: Server, numbers: list[int]) -> None:
     server.ledger.give_to_tree(new)
 
 
-numbers = st.lists(st.integers(0, 2), min_size=1, max_size=12)
-step = st.one_of(
-    st.tuples(st.just("insert"), numbers),
-    st.tuples(st.just("lock"), st.tuples(pick, st.integers(1, 12))),
-    st.tuples(st.just("unlock"), pick),
-    st.tuples(st.just("evict"), st.integers(1, 12)),
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "insert", "lock", "lock", "unlock", "evict"]),
+        pick,
+        st.integers(1, 12),
+    ),
+    min_size=8,
+    max_size=30,
 )
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(page_size=st.sampled_from([1, 4]), steps=st.lists(step, max_size=25))
+@settings(max_examples=80, deadline=None)
+@given(page_size=st.sampled_from([1, 4]), steps=steps)
 def test_mllm_656_sizes_after_any_split_and_lock(
-    page_size: int, steps: list[tuple[str, Any]]
+    page_size: int, steps: list[tuple[str, int, int]]
 ) -> None:
-    """mllm#656: the evictable size went negative after a split and a lock."""
-    server = Server(page_size=page_size, t0=200, window=8, host=200)
+    """mllm#656: the evictable size went negative after a split and a lock.
+
+    A sequence that is inserted leaves one that is known after ``depth`` tokens, a
+    lock is on the first ``depth`` tokens of one.
+    """
+    server = Server(page_size=page_size, t0=500, window=8, host=50)
     cache, ledger = server.cache, server.ledger
     held: list[TreeLock] = []
-    known: list[list[int]] = [[0]]
-    for what, how in steps:
+    known = [list(range(8))]
+    for what, which, depth in steps:
+        path = known[which % len(known)][:depth]
         if what == "insert":
-            insert(server, how)
-            known.append(how)
+            known.append([*path, which % 5, which % 3, which % 7, 0, which % 2])
+            insert(server, known[-1])
         elif what == "lock":
-            path = known[how[0] % len(known)][: how[1]]
             match = cache.match_prefix(MatchPrefixParams(key=key_of(path)))
             held.append(cache.lock(match.last_device_node))
         elif what == "unlock" and held:
-            cache.unlock(held.pop(how % len(held)))
+            cache.unlock(held.pop(which % len(held)))
         elif what == "evict":
             evictable = cache.evictable_size()
-            evicted = cache.evict(EvictParams(num_tokens=how)).num_tokens_evicted
-            assert evicted >= min(how, evictable)
+            evicted = cache.evict(EvictParams(num_tokens=depth)).num_tokens_evicted
+            assert evicted >= min(depth, evictable)
         server.check_integrity()
         tree = ledger.live & ~ledger.private
         cold = int((tree & (ledger.readers == 0)).sum())
@@ -573,15 +575,20 @@ def test_a_waiting_turn_begins_anew_when_its_session_has_lost_its_rows(
 # -- admission
 
 
-def test_idle_rows_are_no_room_for_the_turn_that_reads_them(server: Server) -> None:
+def test_rows_of_an_idle_session_are_less_room_for_its_own_turn(
+    make_server: Callable[..., Server],
+) -> None:
+    """Once it reads them they need T0 or the window."""
+    server = make_server(window=4)
     session = server.session()
     turn(server, session, PROMPT, "t1")
     held = server.ledger.virtual.used
     req = server.request([5], 4, "t2", session)
     budget = server.allocator.create_prefill_budget(server.cache)
+    assert budget.remaining_current == 32
     req.init_next_round_input(server.cache)
     assert server.cache.session_pages() == held
-    assert budget._room() == 32 + 16 - held
+    assert budget.remaining_current == 32 - held + 4
     server.run()
     server.close_session(session)
 

@@ -32,7 +32,7 @@ def _in_force(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def bare(part: type) -> Any:
     """An object of that type; its constructor wants a whole server."""
-    return part.__new__(part)
+    return object.__new__(part)
 
 
 @pytest.fixture

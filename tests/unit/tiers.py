@@ -74,12 +74,19 @@ class Tiers:
             poison=self.poison if recorder is None else None,
         )
         self.page_size = page_size
+        self.recorder = recorder
         if recorder is None:
             self.poison(np.arange(1, self.backing.window_base + window))
 
     def close(self) -> None:
+        """Unmap the memory now, not when the garbage collector comes to the cycles
+        around it: other tests count what is mapped."""
         self.engine.close()
         self.backing.close()
+        if self.recorder is not None:
+            self.recorder.submitted.clear()
+        vars(self.manager).update(mover=None, poison=None)
+        del self.engine, self.backing, self.host
 
     def poison(self, physical: Array) -> None:
         for layer in range(LAYERS):
