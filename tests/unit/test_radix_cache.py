@@ -201,7 +201,7 @@ class ServingMachine(RuleBasedStateMachine):
 
 TestServingMachine = ServingMachine.TestCase
 TestServingMachine.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

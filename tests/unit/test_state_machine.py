@@ -417,7 +417,7 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = settings(
-    max_examples=60,
+    max_examples=300,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
