@@ -59,7 +59,7 @@ QUESTIONS = (
 )
 FOLLOW_UP = "Say in one short paragraph what the most important step was, and why."
 FIRST_TOKENS = 384
-SECOND_TOKENS = 32
+SECOND_TOKENS = 16
 
 T0_SHARE = 0.25
 # Six recent windows must fit T0 beside the shared prompt.
