@@ -73,7 +73,7 @@ class TieredPrefillBudget(PrefillBudget):
         # to what the tiers hold.
         if not fits and not self._is_alone():
             return False, None
-        fit = self._fit(extend_input_len, chunk_limit)
+        fit = self._fit(extend_input_len, chunk_limit, input_tokens - extend_input_len)
         self._candidate_rest = self._rest(extend_input_len, fit)
         if fit == 0 or (self.cut and self._candidate_rest):
             return LATER
@@ -127,17 +127,22 @@ class TieredPrefillBudget(PrefillBudget):
             0 if fit is None else max(self.ceil_paged_tokens(extend_input_len) - fit, 0)
         )
 
-    def _fit(self, extend_input_len: int, chunk_limit: int | None) -> int | None:
+    def _fit(
+        self, extend_input_len: int, chunk_limit: int | None, prefix_len: int = 0
+    ) -> int | None:
         """The longest chunk that T0 can take, ``chunk_limit`` if it is shorter;
         0 if none, or if the whole prompt must go in at once and does not fit."""
-        # One page for the row's own rounding.
-        room = self.remaining_current - self.page_size
-        if self.ceil_paged_tokens(extend_input_len) <= room:
+        page, room = self.page_size, self.remaining_current
+        # A session goes on inside a page, which may have to return to T0 first.
+        inside = prefix_len % page
+        if inside:
+            room -= page
+        paged = self.ceil_paged_tokens(inside + extend_input_len)
+        if paged - (page if inside else 0) <= room:
             return chunk_limit
         if chunk_limit is None:
             return 0
-        room = max(room, 0) // self.page_size * self.page_size
-        return min(chunk_limit, room)
+        return min(chunk_limit, max(room, 0) // page * page)
 
     def _rows_needed(self, extend_input_len: int, chunk_limit: int | None) -> int:
         """Tokens: what this pass and the candidate write, and some growth of
