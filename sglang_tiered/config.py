@@ -16,6 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_tiered.policy.base import Policy, Statistic
+from sglang_tiered.policy.registry import make_policy, policy_names
+
 # The value of SGLang's --radix-cache-backend that switches everything here on.
 RADIX_CACHE_BACKEND = "tiered"
 
@@ -172,6 +175,136 @@ FLAGS: tuple[Flag, ...] = (
         maximum=1,
     ),
     Flag(
+        field="policy",
+        kind=str,
+        metavar="NAME",
+        help=(
+            "Which rows go first. 'hierarchy' (default): those that attention has "
+            "looked at least; exact unless told otherwise. 'recency': the oldest. "
+            "'full': nothing moves by itself. 'random', 'h2o', 'streaming', 'rkv': "
+            "evicting baselines that DROP rows for good, see --tiered-budget."
+        ),
+        example="hierarchy",
+        choices=policy_names(),
+    ),
+    Flag(
+        field="compress_ratio",
+        kind=float,
+        metavar="SHARE",
+        help=(
+            "With policy hierarchy, LOSSY: the share of each request's unprotected "
+            "generated rows that may be rounded to int8 in host memory, the least "
+            "looked at first. Needs --tiered-int8-gb. Default: 0."
+        ),
+        example="0.2",
+        minimum=0,
+        maximum=1,
+    ),
+    Flag(
+        field="evict_ratio",
+        kind=float,
+        metavar="SHARE",
+        help=(
+            "With policy hierarchy, LOSSY: the share of each request's unprotected "
+            "generated rows that may be dropped for good, ever. Default: 0."
+        ),
+        example="0.03",
+        minimum=0,
+        maximum=1,
+    ),
+    Flag(
+        field="evict_schedule",
+        kind=str,
+        metavar="{cumulative,per_interval}",
+        help=(
+            "How --tiered-evict-ratio counts. 'cumulative': of all rows of the "
+            "request. 'per_interval': of the rows that are left, again every "
+            "--tiered-retier-interval steps, as in the paper: it compounds. "
+            "Default: cumulative."
+        ),
+        example="cumulative",
+        choices=("cumulative", "per_interval"),
+    ),
+    Flag(
+        field="value_guard",
+        kind=str,
+        metavar="{on,off}",
+        help=(
+            "Rows whose value vectors are unusually large are dropped only when no "
+            "other is left. Default: on."
+        ),
+        example="on",
+        choices=("on", "off"),
+    ),
+    Flag(
+        field="budget",
+        kind=float,
+        metavar="SHARE",
+        help=(
+            "With an evicting policy: the share of each request's unprotected "
+            "generated rows that may stay; the others are dropped for good. "
+            "Default: none, such a policy must be given one."
+        ),
+        example="0.5",
+        minimum=0,
+        maximum=1,
+    ),
+    Flag(
+        field="int8_gb",
+        kind=float,
+        metavar="GIB",
+        help=(
+            "Host memory for tier T2, int8 rows with their scales, in GiB per rank. "
+            "Default: 0. That is: no such tier."
+        ),
+        example="4",
+        minimum=0,
+        maximum=1e6,
+    ),
+    Flag(
+        field="request_compress",
+        kind=float,
+        metavar="SHARE",
+        help=(
+            "The largest share that a request may ask to compress for itself, with "
+            'custom_params {"tiered": {...}}. Default: what the server\'s own policy '
+            "compresses."
+        ),
+        example="0.5",
+        minimum=0,
+        maximum=1,
+    ),
+    Flag(
+        field="request_evict",
+        kind=float,
+        metavar="SHARE",
+        help=(
+            "The largest share that a request may ask to drop for itself. Default: "
+            "what the server's own policy drops."
+        ),
+        example="0.9",
+        minimum=0,
+        maximum=1,
+    ),
+    Flag(
+        field="score_layers",
+        kind=int,
+        metavar="N",
+        help="Attention scores are taken from every N-th layer. Default: 1.",
+        example="4",
+        minimum=1,
+        maximum=_MOST_COUNT,
+    ),
+    Flag(
+        field="score_interval",
+        kind=int,
+        metavar="N",
+        help="Attention scores are taken in every N-th step. Default: 1.",
+        example="4",
+        minimum=1,
+        maximum=_MOST_COUNT,
+    ),
+    Flag(
         field="sink_tokens",
         kind=int,
         metavar="TOKENS",
@@ -220,6 +353,12 @@ class TieredConfig:
     window_tokens: rows of the window, in tokens.
     mode: "pressure" or "ratio".
     hbm_ratio: 0..1, used in ratio mode only.
+    policy: a name out of ``policy_names()``.
+    compress_ratio, evict_ratio, evict_schedule, value_guard, budget: settings of the
+        policy, for those that have them.
+    int8_gb: GiB of host memory for T2, per rank.
+    request_compress, request_evict: the most that a request may ask for itself.
+    score_layers, score_interval: every n-th layer, every n-th forward.
     sink_tokens, recent_window: protected rows per request, in tokens.
     retier_interval: decode steps.
     test_switches: names out of TEST_SWITCHES; from the environment only.
@@ -234,6 +373,17 @@ class TieredConfig:
     sink_tokens: int = 4
     recent_window: int = 128
     retier_interval: int = 64
+    policy: str = "hierarchy"
+    compress_ratio: float | None = None
+    evict_ratio: float | None = None
+    evict_schedule: str | None = None
+    value_guard: str | None = None
+    budget: float | None = None
+    int8_gb: float = 0
+    request_compress: float | None = None
+    request_evict: float | None = None
+    score_layers: int = 1
+    score_interval: int = 1
     test_switches: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -241,6 +391,71 @@ class TieredConfig:
             value = getattr(self, flag.field)
             if value is not None:
                 flag.check(value)
+        self._check_lossy(self.make_policy())
+
+    def make_policy(self) -> Policy:
+        """The server's own policy. Raises ConfigError for a setting that it lacks or
+        cannot use."""
+        settings: dict[str, Any] = {
+            name: value
+            for name in ("compress_ratio", "evict_ratio", "evict_schedule", "budget")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.value_guard is not None:
+            settings["value_guard"] = self.value_guard == "on"
+        if self.mode == "ratio":
+            settings["hbm_ratio"] = self.hbm_ratio
+        try:
+            return make_policy(self.policy, settings)
+        except ValueError as error:
+            raise ConfigError(f"{_FLAG_OF['policy'].cli}: {error}") from None
+
+    @property
+    def most_compress(self) -> float:
+        """The largest share of a request's rows that may be compressed."""
+        if self.request_compress is not None:
+            return self.request_compress
+        return self.make_policy().compress_share
+
+    @property
+    def most_evict(self) -> float:
+        """The largest share of a request's rows that may be dropped."""
+        if self.request_evict is not None:
+            return self.request_evict
+        return self.make_policy().evict_share
+
+    @property
+    def feeds_scores(self) -> bool:
+        """Attention keeps scores: the policy reads them, or a request's may."""
+        lossy = self.most_compress > 0 or self.most_evict > 0
+        return lossy or Statistic.SCORE in self.make_policy().needs
+
+    def _check_lossy(self, policy: Policy) -> None:
+        int8 = _FLAG_OF["int8_gb"]
+        for name, share in (
+            ("compress_ratio", policy.compress_share),
+            ("request_compress", self.request_compress or 0.0),
+        ):
+            if share > 0 and self.int8_gb == 0:
+                raise ConfigError(
+                    f"{_FLAG_OF[name].cli} {share:g}: there is no int8 tier; "
+                    f"fix: add {int8.cli} {int8.example}"
+                )
+        for name, most, least in (
+            ("request_compress", self.request_compress, policy.compress_share),
+            ("request_evict", self.request_evict, policy.evict_share),
+        ):
+            if most is not None and most < least:
+                raise ConfigError(
+                    f"{_FLAG_OF[name].cli} {most:g}: less than what the server's own "
+                    f"policy takes ({least:g}); fix: raise it, or leave it out"
+                )
+        if self.int8_gb > 0 and self.most_compress == 0:
+            own, others = _FLAG_OF["compress_ratio"], _FLAG_OF["request_compress"]
+            raise ConfigError(
+                f"{int8.cli} {self.int8_gb:g}: nothing would use it; "
+                f"fix: add {own.cli} or {others.cli}, or drop it"
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> TieredConfig:
@@ -284,16 +499,17 @@ def _test_switches(environ: Mapping[str, str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Capacities in pages: T0 on the device, one window, T1 on the host."""
+    """Capacities in pages: T0 on the device, one window, T1 and T2 on the host."""
 
     t0_pages: int
     window_pages: int
     host_pages: int
+    int8_pages: int
 
     @property
     def virtual_pages(self) -> int:
         """V: the pages SGLang may hand out. The window holds copies, not more rows."""
-        return self.t0_pages + self.host_pages
+        return self.t0_pages + self.host_pages + self.int8_pages
 
 
 def resolve_sizes(
@@ -302,12 +518,14 @@ def resolve_sizes(
     page_size: int,
     num_layers: int,
     bytes_per_token: int,
+    int8_bytes_per_token: int,
     free_host_bytes: int,
 ) -> Sizes:
     """Turn the settings into pages.
 
     t0_tokens: device rows, from ``--max-total-tokens`` or ``--mem-fraction-static``.
     bytes_per_token: bytes of one token over all layers and buffers.
+    int8_bytes_per_token: the same of a token in T2, scales included.
     free_host_bytes: host memory this rank may use; only the default of host_gb reads
     it, an explicit size is checked where the pool is allocated.
 
@@ -332,6 +550,15 @@ def resolve_sizes(
             f"{host.cli} {_round_up_gib(page_bytes):g}"
         )
 
+    int8 = _FLAG_OF["int8_gb"]
+    int8_page_bytes = page_size * int8_bytes_per_token
+    int8_pages = int(config.int8_gb * _GIB) // int8_page_bytes
+    if config.int8_gb > 0 and int8_pages < 1:
+        raise ConfigError(
+            f"{int8.cli} {config.int8_gb:g}: holds no page of {int8_page_bytes} bytes; "
+            f"fix: give at least {int8.cli} {_round_up_gib(int8_page_bytes):g}"
+        )
+
     if config.window_tokens is None:
         rows = t0_tokens * num_layers // _DEFAULT_WINDOW_DIVISOR
         window_pages = max(1, min(host_pages, rows // page_size))
@@ -349,7 +576,7 @@ def resolve_sizes(
             f"{host_pages * page_size} tokens, so part of it could never be used; "
             f"fix: lower {window.cli}, or raise {host.cli} to {needed:g}"
         )
-    return Sizes(t0_pages, window_pages, host_pages)
+    return Sizes(t0_pages, window_pages, host_pages, int8_pages)
 
 
 def rounding_notes(config: TieredConfig, t0_tokens: int, page_size: int) -> list[str]:

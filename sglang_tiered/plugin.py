@@ -14,12 +14,11 @@ def register() -> None:
         registered_radix_cache_backends,
     )
 
-    from sglang_tiered.attention import cpu
     from sglang_tiered.config import RADIX_CACHE_BACKEND
-    from sglang_tiered.sglang import hooks
+    from sglang_tiered.sglang import attention, hooks
     from sglang_tiered.sglang.factory import create_tiered_cache
 
-    cpu.register()
+    attention.register()
     if RADIX_CACHE_BACKEND not in registered_radix_cache_backends():
         register_radix_cache_backend(RADIX_CACHE_BACKEND, create_tiered_cache)
     hooks.register()

@@ -11,10 +11,16 @@ table. Protocol of one scheduler iteration:
   3. ``end_forward`` once it is over: its pages may be copied out, its quarantined
      slots reused; then promotions and, in ratio mode, re-tiering.
 
-Capacity: ``virtual ids = T0 pages + host pages``. As long as a virtual id is free
-and clean copies can be given up, there is a host page for every page that must
-leave T0, so only two things can run short: virtual ids (evict cold tree leaves)
-and, for pages that running requests read, the window.
+Capacity: ``virtual ids = T0 pages + host pages + int8 pages``, of which exact pages
+take at most ``T0 pages + host pages`` (``ledger.available``). As long as that leaves
+one and clean copies can be given up, there is a host page for every exact page that
+must leave T0 (a lossy one has its int8 page), so only two things can run short:
+virtual ids (evict cold tree leaves) and, for pages that running requests read, the
+window.
+
+Pressure demotes, and never costs a bit. T2 and T3 do: only a request's own policy
+asks for them, at its own decode steps, so that what a request answers does not
+depend on the load.
 """
 
 from __future__ import annotations
@@ -25,14 +31,14 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_tiered.memory.ledger import Copies, Ledger
-from sglang_tiered.memory.page_table import PageTable
+from sglang_tiered.memory.ledger import Ledger
+from sglang_tiered.memory.page_table import DROPPED, PageTable
+from sglang_tiered.memory.places import Places
+from sglang_tiered.memory.score_book import ScoreBook
+from sglang_tiered.policy.base import Candidates, Policy, Statistic, Tier
 from sglang_tiered.policy.protection import PageView, Protection, classify
-from sglang_tiered.policy.ranking import (
-    beyond_share,
-    demotion_order,
-    promotion_order,
-)
+from sglang_tiered.policy.ranking import demotion_order, promotion_order
+from sglang_tiered.policy.recency import Recency
 
 # Demote this share of T0 more than was asked for, so that a full pool is scanned
 # once in many steps and not once per step.
@@ -54,22 +60,30 @@ class Mover(Protocol):
     def demote(
         self, t0_pages: np.ndarray, host_pages: np.ndarray, written_epoch: int
     ) -> None: ...
-    def promote(self, host_pages: np.ndarray, t0_pages: np.ndarray) -> None: ...
-    def begin_forward(
-        self, host_pages: np.ndarray, window_pages: np.ndarray
-    ) -> int: ...
+    def promote(self, places: Places, t0_pages: np.ndarray) -> None: ...
+    def compress(
+        self, places: Places, int8_pages: np.ndarray, written_epoch: int
+    ) -> None: ...
+    def begin_forward(self, sources: Places, window_pages: np.ndarray) -> int: ...
     def end_forward(self) -> None: ...
 
 
+class Statistics(Protocol):
+    """Looks at the rows themselves, wherever they are (``transfer.statistics``)."""
+
+    def value_norms(self, places: Places) -> np.ndarray: ...
+    def redundancy(self, places: Places) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
-class TierPolicy:
-    """What the manager may do. Tokens, except ``hbm_ratio`` (None: pressure mode)
-    and ``retier_interval`` (decode steps of a request)."""
+class TierRules:
+    """What holds for every request. Tokens, except ``retier_interval`` (decode steps of
+    a request) and ``score_interval`` (forwards between two that feed the scores)."""
 
     sink_tokens: int = 4
     recent_window: int = 128
     retier_interval: int = 64
-    hbm_ratio: float | None = None
+    score_interval: int = 1
 
 
 @dataclass
@@ -80,6 +94,8 @@ class Counters:
     demoted_clean: int = 0
     promoted: int = 0
     streamed: int = 0
+    compressed: int = 0
+    dropped: int = 0
     t0_peak: int = 0
     t1_peak: int = 0
     window_peak: int = 0
@@ -102,21 +118,28 @@ class BatchRows:
 class TierManager:
     """See the module docstring.
 
-    ``reclaim`` is asked for ``n`` virtual pages when they run short; it evicts
-    cold tree leaves (which come back through ``release``). ``poison``, if set,
-    overwrites physical pages that nobody may read (tests).
+    ``policy`` is the one of requests that do not ask for their own, and says how rows
+    are ranked when T0 is short, by score or by age. ``reclaim`` is asked for ``n``
+    virtual pages when they run short; it evicts cold tree leaves (which come back
+    through ``release``). ``poison``, if set, overwrites physical pages that nobody may
+    read (tests).
     """
 
     ledger: Ledger
     table: PageTable
     mover: Mover
-    policy: TierPolicy
+    rules: TierRules
     window_base: int
+    scores: ScoreBook
+    statistics: Statistics
+    policy: Policy = field(default_factory=Recency)
     reclaim: Callable[[int], None] = lambda n: None
     poison: Callable[[np.ndarray], None] | None = None
     counters: Counters = field(default_factory=Counters)
     _capacity: tuple[tuple[int, int], tuple[int, int]] | None = None
-    _fills: tuple[int, np.ndarray, np.ndarray] | None = None
+    _fills: tuple[int, np.ndarray] | None = None
+    _own_policy: dict[int, Policy] = field(default_factory=dict)
+    _seeds: dict[int, int] = field(default_factory=dict)
 
     @property
     def page_size(self) -> int:
@@ -180,12 +203,19 @@ class TierManager:
     def _free_ids(self, n: int) -> bool:
         """Free ``n`` virtual pages: what leaves T0 for ``n`` pages then fits the
         host pool."""
-        short = n - self.ledger.virtual.available
+        short = n - self.ledger.available
         if short > 0:
             self.reclaim(short)
-        return n <= self.ledger.virtual.available
+        return n <= self.ledger.available
 
     def _free_t0(self, n: int) -> bool:
+        need = n - self.ledger.t0.available
+        if need <= 0 or self._demote_for(need):
+            return True
+        if not self.ledger.int8.used:
+            return False
+        # Lossy pages in T0 crowd out exact ones that have no host page to go to.
+        self.reclaim(need)
         need = n - self.ledger.t0.available
         return need <= 0 or self._demote_for(need)
 
@@ -219,6 +249,23 @@ class TierManager:
         ledger.born[pages] = self.epoch + 1
         return True
 
+    # -- requests --------------------------------------------------------------
+
+    def start_request(self, row: int, policy: Policy | None, seed: int) -> None:
+        """A request has begun to use ``row``; None: the server's policy."""
+        self._seeds[row] = seed
+        if policy is not None:
+            self._own_policy[row] = policy
+
+    def end_request(self, row: int) -> None:
+        """``row`` will belong to another request."""
+        self._seeds.pop(row, None)
+        self._own_policy.pop(row, None)
+        self.ledger.rows.renew(row)
+
+    def policy_of(self, row: int) -> Policy:
+        return self._own_policy.get(row, self.policy)
+
     # -- readers ---------------------------------------------------------------
 
     def read(self, pages: np.ndarray) -> None:
@@ -247,15 +294,17 @@ class TierManager:
         """
         self._tag(batch)
         self._place_unplaced()
-        host, window = self._plan_fills(read_by_extend)
-        self._mark_streamed(batch, len(host))
-        self.counters.streamed += len(host)
+        window = self._plan_fills(read_by_extend)
+        self._mark_streamed(batch, len(window))
+        self.counters.streamed += len(window)
         self.counters.t0_peak = max(self.counters.t0_peak, self.ledger.t0.used)
         self.counters.t1_peak = max(self.counters.t1_peak, self.ledger.t1)
         self.counters.window_peak = max(
             self.counters.window_peak, self.ledger.window.used
         )
-        return self.mover.begin_forward(host, window + self.window_base)
+        self._choose_scored(batch)
+        sources = self.ledger.places(self.ledger.at_window[window])
+        return self.mover.begin_forward(sources, window + self.window_base)
 
     def end_forward(self, batch: BatchRows) -> None:
         """The forward is over (or, with a device, its events are recorded)."""
@@ -264,8 +313,7 @@ class TierManager:
             pool.retire(self.mover.done_epoch)
         if batch.decode.any():
             self.ledger.rows.steps[batch.row[batch.decode]] += 1
-            if self.policy.hbm_ratio is not None:
-                self._retier(batch)
+            self._retier(batch)
             self._promote_into_free_t0()
 
     def _tag(self, batch: BatchRows) -> None:
@@ -281,9 +329,16 @@ class TierManager:
         )
         first = np.repeat(batch.length - batch.new_tokens, batch.new_tokens)
         pages, at = np.unique(batch.new_ids // ps, return_index=True)
+        self.scores.reset(batch.new_ids)
         self.ledger.assign(pages, row[at], ((first + within) // ps)[at])
         # An open page is older than this forward, and not written before it is over.
         self.ledger.born[pages] = self.epoch + 1
+
+    def _choose_scored(self, batch: BatchRows) -> None:
+        """Which queries of the forward feed the scores: decode steps, one forward in
+        ``score_interval``."""
+        due = (self.epoch + 1) % self.rules.score_interval == 0
+        self.scores.lanes = batch.decode & due
 
     def _place_unplaced(self) -> None:
         ledger = self.ledger
@@ -308,21 +363,17 @@ class TierManager:
         ledger.enter_window(rest)
         self._point_at_window(rest)
 
-    def _plan_fills(
-        self, read_by_extend: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(host pages, window pages) to fill in this forward."""
+    def _plan_fills(self, read_by_extend: np.ndarray | None) -> np.ndarray:
+        """Window pages to fill in this forward."""
         ledger = self.ledger
         if read_by_extend is None:
             # The plan changes only when pages move: most steps reuse it.
             if self._fills is None or self._fills[0] != ledger.window_version:
                 window = np.flatnonzero(ledger.at_window > 0)
-                host = ledger.host_page[ledger.at_window[window]]
-                self._fills = (ledger.window_version, host, window)
-            return self._fills[1], self._fills[2]
+                self._fills = (ledger.window_version, window)
+            return self._fills[1]
         pages = read_by_extend[ledger.window_page[read_by_extend] >= 0]
-        window = np.unique(ledger.window_page[pages])
-        return ledger.host_page[ledger.at_window[window]], window
+        return np.unique(ledger.window_page[pages])
 
     def _mark_streamed(self, batch: BatchRows, filled: int) -> None:
         if not filled:
@@ -356,18 +407,26 @@ class TierManager:
             length=ledger.rows.length[row],
             prompt=ledger.rows.prompt[row],
             readers=ledger.readers[pages],
-            born=ledger.born[pages],
+            worth=self._worth(pages),
             last_read=ledger.last_read[pages],
             promoted=ledger.promoted[pages],
         )
+
+    def _worth(self, pages: np.ndarray) -> np.ndarray:
+        """What demotes first among pages of one class, lowest first."""
+        if not self.policy.by_score:
+            return self.ledger.born[pages]
+        # What no step has scored yet is new, not worthless.
+        _, steps = self.scores.page_means(pages)
+        return np.where(steps > 0, self.scores.per_step(pages), np.inf)
 
     def _rank(self, pages: np.ndarray) -> tuple[PageView, np.ndarray]:
         view = self._view(pages)
         protection = classify(
             view,
             page_size=self.page_size,
-            sink_tokens=self.policy.sink_tokens,
-            recent_window=self.policy.recent_window,
+            sink_tokens=self.rules.sink_tokens,
+            recent_window=self.rules.recent_window,
             settled_before=self.epoch - SETTLE_FORWARDS,
         )
         return view, protection
@@ -379,6 +438,12 @@ class TierManager:
         pages = self._movable_pages()
         view, protection = self._rank(pages)
         order = demotion_order(view, protection)
+        # A lossy page has its int8 page. An exact one needs a host page: its own copy,
+        # a free one, or that of a copy which is given up. Unread pages come first, so
+        # what they take here they also have below.
+        exact = ~ledger.is_lossy(pages[order])
+        copies = int((ledger.host_page[ledger.in_t0()] >= 0).sum())
+        order = order[~exact | (np.cumsum(exact) <= ledger.host.available + copies)]
         window = max(0, ledger.window.available - ledger.unplaced)
         # Unread pages need no window page; the others share what is free.
         fits = ~view.read[order] | (np.cumsum(view.read[order]) <= window)
@@ -398,7 +463,7 @@ class TierManager:
         """As much of ``chosen`` as the host pool can take, at least ``need``;
         gives up clean copies of pages that stay. None if that is not enough."""
         ledger = self.ledger
-        dirty = ledger.host_page[chosen] < 0
+        dirty = ~ledger.has_copy(chosen)
         short = int(dirty.sum()) - ledger.host.available
         if short > 0:
             stay = np.setdiff1d(ledger.in_t0(), chosen)
@@ -428,9 +493,9 @@ class TierManager:
         if not len(pages):
             return
         self._poison_window(pages)
-        copies: Copies = self.ledger.promote(pages, self.epoch)
-        self.mover.promote(copies.host_pages, copies.t0_pages)
-        self.table.place(pages, copies.t0_pages)
+        slots = self.ledger.promote(pages, self.epoch)
+        self.mover.promote(self.ledger.places(pages), slots)
+        self.table.place(pages, slots)
         self.counters.promoted += len(pages)
 
     def _point_at_window(self, pages: np.ndarray) -> None:
@@ -454,41 +519,130 @@ class TierManager:
         pages = ledger.in_window()
         view, protection = self._rank(pages)
         order = promotion_order(view, protection)
-        if self.policy.hbm_ratio is not None:
-            # Unprotected pages are where ratio mode wants them.
-            order = order[protection[order] >= Protection.PREFIX]
+        # Unprotected pages are where their request's ratio wants them.
+        wanted = (protection >= Protection.PREFIX) | ~self._by_ratio(pages)
+        order = order[wanted[order]]
         pages = pages[order][:spare]
         short = len(pages) - ledger.t0.available
         if short > 0 and not self._demote_for(short, slack=False):
             pages = pages[: ledger.t0.available]
         self._promote(pages)
 
+    def _by_ratio(self, pages: np.ndarray) -> np.ndarray:
+        """bool [n]: the page's request keeps a fixed share of its pages in T0."""
+        rows = np.unique(self.ledger.owner[pages])
+        fixed = [row for row in rows if self.policy_of(row).hbm_ratio is not None]
+        return np.isin(self.ledger.owner[pages], fixed)
+
     def _retier(self, batch: BatchRows) -> None:
-        """Ratio mode: requests that are due keep ``hbm_ratio`` of their
-        unprotected generated pages in T0, the youngest."""
-        ledger, ratio = self.ledger, self.policy.hbm_ratio
-        assert ratio is not None
-        steps = ledger.rows.steps[batch.row]
-        due = batch.row[batch.decode & (steps % self.policy.retier_interval == 0)]
-        if not len(due):
+        """Requests that are due move their unprotected generated pages to where their
+        policies want them."""
+        steps = self.ledger.rows.steps[batch.row]
+        due = batch.decode & (steps % self.rules.retier_interval == 0)
+        for row in batch.row[due].tolist():
+            policy = self.policy_of(row)
+            if policy.moves and (policy.is_lossy or policy.hbm_ratio is not None):
+                self._retier_request(row, policy)
+
+    def _retier_request(self, row: int, policy: Policy) -> None:
+        ledger = self.ledger
+        pages = self._candidates(row)
+        if not len(pages):
             return
-        pages = np.flatnonzero(np.isin(ledger.owner, due) & ledger.private)
-        _, protection = self._rank(pages)
-        unprotected = (protection == Protection.UNPROTECTED) | (
-            protection == Protection.SETTLING
-        )
-        pages = pages[unprotected]
-        beyond = beyond_share(self._view(pages), ratio)
-        in_t0 = ledger.t0_page[pages] >= 0
-        leave = pages[beyond & in_t0 & (ledger.born[pages] <= self.mover.done_epoch)]
-        leave = leave[np.argsort(ledger.born[leave], kind="stable")]
+        plan = policy.plan(self._describe(row, pages, policy))
+        self._drop(pages[plan == Tier.T3])
+        self._compress(pages[plan == Tier.T2])
+        if policy.hbm_ratio is None:
+            return
+        in_t0 = ledger.t0_page[pages] >= 0  # not those just compressed or dropped
+        leave = pages[((plan == Tier.T1) | (plan == Tier.T2)) & in_t0]
         window = max(0, ledger.window.available - ledger.unplaced)
-        leave = self._with_host_pages(leave[:window], 0)
-        if leave is not None and len(leave):
-            self._demote(leave)
-        back = pages[~beyond & ~in_t0]
+        fits = self._with_host_pages(leave[:window], 0)
+        if fits is not None and len(fits):
+            self._demote(fits)
+        back = pages[(plan == Tier.T0) & ~in_t0]
         spare = max(0, ledger.t0.available - self._slack())
         self._promote(back[:spare])
+
+    def _candidates(self, row: int) -> np.ndarray:
+        """Unprotected generated pages of the request in ``row`` that have bytes, by
+        position: virtual pages, int64 [n]."""
+        ledger = self.ledger
+        pages = np.flatnonzero((ledger.owner == row) & ledger.private & ~ledger.dropped)
+        pages = pages[ledger.born[pages] <= self.mover.done_epoch]
+        pages = pages[np.argsort(ledger.index[pages])]
+        _, protection = self._rank(pages)
+        free = (protection == Protection.UNPROTECTED) | (
+            protection == Protection.SETTLING
+        )
+        return pages[free]
+
+    def _describe(self, row: int, pages: np.ndarray, policy: Policy) -> Candidates:
+        ledger, needs = self.ledger, policy.needs
+        lossy, in_t0 = ledger.is_lossy(pages), ledger.t0_page[pages] >= 0
+        score = steps = None
+        if Statistic.SCORE in needs:
+            score, steps = self.scores.page_means(pages)
+        return Candidates(
+            index=ledger.index[pages],
+            tier=np.select([in_t0, lossy], [Tier.T0, Tier.T2], Tier.T1),
+            lossy=lossy,
+            dropped=int(ledger.rows.dropped[row]),
+            compressed=int(ledger.rows.compressed[row]),
+            seed=self._seeds.get(row, 0),
+            score=score,
+            steps=steps,
+            value_norm=(
+                self._value_norms(pages) if Statistic.VALUE_NORM in needs else None
+            ),
+            redundancy=(
+                self.statistics.redundancy(ledger.places(pages))
+                if Statistic.REDUNDANCY in needs
+                else None
+            ),
+        )
+
+    def _value_norms(self, pages: np.ndarray) -> np.ndarray:
+        """Rows never change, so each page is looked at once."""
+        norms = self.scores.value_norm
+        new = pages[np.isnan(norms[pages])]
+        if len(new):
+            norms[new] = self.statistics.value_norms(self.ledger.places(new))
+        return norms[pages]
+
+    def _drop(self, pages: np.ndarray) -> None:
+        if not len(pages):
+            return
+        ledger = self.ledger
+        # The weight that a row has had per step is the one that it would have had.
+        error = self.scores.per_step(pages) * self._value_norms(pages)
+        np.add.at(
+            ledger.rows.dropped_error, ledger.owner[pages], error * self.page_size
+        )
+        self._poison_window(pages)
+        slots = ledger.drop(pages, self.epoch)
+        self.table.drop(pages)
+        if self.poison is not None:
+            self.poison(slots)
+        self.counters.dropped += len(pages)
+
+    def _compress(self, pages: np.ndarray) -> None:
+        """As many of ``pages`` as the int8 pool and the window can take; those that
+        were compressed before stay as they are."""
+        ledger = self.ledger
+        pages = pages[~ledger.is_lossy(pages)][: ledger.int8.available]
+        entering = ledger.window_page[pages] < 0
+        window = max(0, ledger.window.available - ledger.unplaced)
+        pages = pages[~entering | (np.cumsum(entering) <= window)]
+        if not len(pages):
+            return
+        sources, slots = ledger.places(pages), ledger.t0_page[pages]
+        int8_pages = ledger.compress(pages, self.epoch)
+        self.mover.compress(sources, int8_pages, int(ledger.born[pages].max()))
+        if self.poison is not None:
+            self.poison(slots[slots >= 0])
+        self._point_at_window(pages)
+        self.counters.compressed += len(pages)
 
     # -- the whole -------------------------------------------------------------
 
@@ -496,6 +650,9 @@ class TierManager:
         """``flush_cache``: nothing is live."""
         self.ledger.reset()
         self.table.reset()
+        self.scores.clear()
+        self._own_policy.clear()
+        self._seeds.clear()
         self._capacity = self._fills = None
 
     def check_integrity(self) -> None:
@@ -507,6 +664,7 @@ class TierManager:
         expected[in_t0] = ledger.t0_page[in_t0]
         in_window = ledger.window_page >= 0
         expected[in_window] = ledger.window_page[in_window] + self.window_base
+        expected[ledger.dropped] = DROPPED
         actual = self.table.v2p.cpu().numpy()
         wrong = np.flatnonzero(expected != actual)
         assert not len(wrong), f"page table is wrong at {wrong[:8].tolist()}"

@@ -4,8 +4,11 @@
 window page through which a host page passes. Attention kernels gather through
 it, so the tensor is made once and only ever written in place: captured graphs
 and backends keep its address. Virtual page 0 is the padding sink and maps to
-itself; so does every page that has no place at the moment, because a kernel
-clamps a negative entry to row 0 anyway.
+itself; so does every page that has no place at the moment and that nobody reads.
+
+A *dropped* page maps to ``DROPPED``. Its request still reads the pages around it, so
+an attention backend must leave the entry out of the table that it hands to a kernel
+(stock kernels clamp a negative row to 0 and would attend to padding).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 
 SINK = 0
+DROPPED = -1
 
 
 class PageTable:
@@ -44,6 +48,10 @@ class PageTable:
     def clear(self, pages: np.ndarray) -> None:
         """Virtual ``pages`` (int64 [n]) have no place: nobody may read them."""
         self.place(pages, np.zeros(len(pages), dtype=np.int64))
+
+    def drop(self, pages: np.ndarray) -> None:
+        """Virtual ``pages`` (int64 [n]) have lost their rows (T3)."""
+        self.place(pages, np.full(len(pages), DROPPED, dtype=np.int64))
 
     def reset(self) -> None:
         """No page has a place, in the same tensor."""

@@ -43,7 +43,7 @@ class PageView:
     length: np.ndarray  # int64: tokens of the owning request (private pages)
     prompt: np.ndarray  # int64: prompt tokens of the owning request
     readers: np.ndarray  # int64: running requests that read it
-    born: np.ndarray  # int64: last forward that wrote it
+    worth: np.ndarray  # int64 or float64: least goes first among running rows
     last_read: np.ndarray  # int64: forward after which nobody read it
     promoted: np.ndarray  # int64: forward of its last promotion, 0 = never
 

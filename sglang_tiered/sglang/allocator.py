@@ -17,10 +17,12 @@ import torch
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from sglang_tiered.memory.ledger import Ledger
-from sglang_tiered.memory.manager import TierManager, TierPolicy
+from sglang_tiered.memory.manager import TierManager, TierRules
 from sglang_tiered.memory.page_table import PageTable
+from sglang_tiered.memory.score_book import ScoreBook
 from sglang_tiered.sglang import deployment
 from sglang_tiered.sglang.budget import TieredPrefillBudget
+from sglang_tiered.transfer.statistics import RowStatistics
 
 # The audit reads every table: a lone request must not wait for it each time.
 AUDIT_SECONDS = 10.0
@@ -267,10 +269,12 @@ def build_allocator_hook(
     config, layout = parts.config, parts.layout
     assert parts.backing is not None
     assert parts.engine is not None
+    assert parts.host is not None
     ledger = Ledger(
         t0_pages=layout.t0_pages,
         host_pages=layout.host_pages,
         window_pages=layout.window_pages,
+        int8_pages=parts.int8_pages,
         max_rows=kwargs["req_to_token_pool"].req_to_token.shape[0],
         page_size=layout.page_size,
     )
@@ -278,13 +282,16 @@ def build_allocator_hook(
         ledger=ledger,
         table=PageTable(ledger.virtual.count, layout.page_size, configurator.device),
         mover=parts.engine,
-        policy=TierPolicy(
+        rules=TierRules(
             sink_tokens=config.sink_tokens,
             recent_window=config.recent_window,
             retier_interval=config.retier_interval,
-            hbm_ratio=config.hbm_ratio if config.mode == "ratio" else None,
+            score_interval=config.score_interval,
         ),
         window_base=parts.backing.window_base,
+        scores=ScoreBook(ledger.virtual.count + 1, layout.page_size),
+        statistics=RowStatistics(parts.backing, parts.host, parts.int8),
+        policy=config.make_policy(),
         poison=poison_pages(parts) if "poison" in config.test_switches else None,
     )
     return TieredAllocator(

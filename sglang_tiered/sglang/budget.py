@@ -47,6 +47,13 @@ class TieredPrefillBudget(PrefillBudget):
         tree_cache.begin_admission()
 
     @property
+    def remaining_total(self) -> int:
+        # Ids beyond what T0 and T1 hold exist for int8 and dropped rows only.
+        ledger = self.manager.ledger
+        surplus = ledger.virtual.available - ledger.available
+        return int(super().remaining_total) - surplus * self.page_size
+
+    @property
     def remaining_current(self) -> int:
         t0, t1 = self.tree_cache.session_reads()
         attainable = self.manager.attainable(t0, t1)
@@ -72,7 +79,9 @@ class TieredPrefillBudget(PrefillBudget):
         # Alone, a request needs no head room beside itself: its length was clipped
         # to what the tiers hold.
         if not fits and not self._is_alone():
-            return False, None
+            # Who was let in a moment ago still counts with all that it may write; one
+            # pass later only with what SGLang expects of a running request.
+            return LATER if self.admitted else (False, None)
         fit = self._fit(extend_input_len, chunk_limit, input_tokens - extend_input_len)
         self._candidate_rest = self._rest(extend_input_len, fit)
         if fit == 0 or (self.cut and self._candidate_rest):
@@ -165,7 +174,7 @@ class TieredPrefillBudget(PrefillBudget):
             <= ledger.t0.count * self.page_size
         ):
             return True
-        each = -(-self.manager.policy.recent_window // self.page_size) + 1
+        each = -(-self.manager.rules.recent_window // self.page_size) + 1
         return self._running() * each <= ledger.t0.count
 
     def _running(self) -> int:

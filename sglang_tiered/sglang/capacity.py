@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import attention_backends, get_parallel, get_sch
 
 from sglang_tiered.config import TieredConfig, resolve_sizes, rounding_notes
 from sglang_tiered.memory.host_pool import free_host_bytes
+from sglang_tiered.memory.int8_pool import int8_bytes_per_token
 from sglang_tiered.memory.layout import PoolLayout, RowBuffer
 from sglang_tiered.sglang import deployment, refusals
 
@@ -44,6 +45,7 @@ def config_from_budget_hook(
         page_size=page_size,
         num_layers=len(layers),
         bytes_per_token=bytes_per_token,
+        int8_bytes_per_token=int8_bytes_per_token(layers),
         free_host_bytes=free_bytes,
     )
     layout = PoolLayout(
@@ -53,25 +55,27 @@ def config_from_budget_hook(
         host_pages=sizes.host_pages,
         layers=layers,
     )
-    deployment.start(layout)
+    deployment.start(layout, sizes.int8_pages)
     config.max_total_num_tokens = sizes.virtual_pages * page_size
     mib = bytes_per_token * page_size / 2**20
     window_mib = sum(
         layer_row.row_bytes for layer in layers[:2] for layer_row in layer
     ) * (sizes.window_pages * page_size / 2**20)
     logger.info(
-        "Tiered KV cache: T0 %d tokens (%.1f MiB) + T1 %d tokens (%.1f MiB host) = "
-        "%d virtual ids; window %d tokens (%.1f MiB, shared by layer parity); "
-        "mode %s%s; longest request %d tokens.",
+        "Tiered KV cache: T0 %d tokens (%.1f MiB) + T1 %d tokens (%.1f MiB host) + "
+        "T2 %d tokens (%.1f MiB host) = %d virtual ids; window %d tokens (%.1f MiB, "
+        "shared by layer parity); mode %s, policy %s; longest request %d tokens.",
         sizes.t0_pages * page_size,
         sizes.t0_pages * mib,
         sizes.host_pages * page_size,
         sizes.host_pages * mib,
+        sizes.int8_pages * page_size,
+        sizes.int8_pages * page_size * int8_bytes_per_token(layers) / 2**20,
         config.max_total_num_tokens,
         sizes.window_pages * page_size,
         window_mib,
         tiered.mode,
-        f" (hbm_ratio {tiered.hbm_ratio}, by age)" if tiered.mode == "ratio" else "",
+        tiered.make_policy(),
         (sizes.t0_pages + sizes.window_pages - 1) * page_size,
     )
     for note in rounding_notes(tiered, t0_tokens, page_size):

@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_memory
 from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
 from sglang_tiered.memory.backing import Backing
 from sglang_tiered.memory.host_pool import HostPool
+from sglang_tiered.memory.int8_pool import Int8Pool
 from sglang_tiered.memory.layout import PoolLayout
 from sglang_tiered.memory.manager import TierManager
 from sglang_tiered.transfer.engine import TransferEngine
@@ -25,8 +26,10 @@ class Deployment:
 
     config: TieredConfig
     layout: PoolLayout
+    int8_pages: int
     backing: Backing | None = None
     host: HostPool | None = None
+    int8: Int8Pool | None = None
     engine: TransferEngine | None = None
     manager: TierManager | None = None
 
@@ -42,9 +45,9 @@ def is_enabled() -> bool:
     return get_memory().radix_cache_backend == RADIX_CACHE_BACKEND
 
 
-def start(layout: PoolLayout) -> Deployment:
+def start(layout: PoolLayout, int8_pages: int) -> Deployment:
     global _current
-    _current = Deployment(TieredConfig.from_env(os.environ), layout)
+    _current = Deployment(TieredConfig.from_env(os.environ), layout, int8_pages)
     return _current
 
 

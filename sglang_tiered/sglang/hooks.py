@@ -17,6 +17,8 @@ from sglang_tiered.sglang import (
     capacity,
     deployment,
     pool,
+    request_control,
+    request_report,
     scheduler,
     server_args,
     start_up,
@@ -67,6 +69,14 @@ HOOKS = (
         f"{_SCHEDULER}.init_req_max_new_tokens", scheduler.init_req_max_new_tokens_hook
     ),
     Hook("sglang.srt.managers.schedule_batch.release_req", scheduler.release_req_hook),
+    Hook(
+        f"{_SCHEDULER}.get_output_streamer_class",
+        request_report.output_streamer_class_hook,
+    ),
+    Hook(
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        request_control.verify_hook,
+    ),
     Hook(
         "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init",
         scheduler.validate_beam_hook,

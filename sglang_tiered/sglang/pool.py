@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.memory_pool import KvBufferDesc, MHATokenToKVPool
 
 from sglang_tiered.memory.backing import make_backing
 from sglang_tiered.memory.host_pool import HostPool
+from sglang_tiered.memory.int8_pool import Int8Pool
 from sglang_tiered.sglang import deployment, refusals
 from sglang_tiered.transfer.engine import TransferEngine
 from sglang_tiered.transfer.streams import InlineStream, ThreadStream
@@ -25,9 +26,12 @@ class TieredKVPool(MHATokenToKVPool):
         parts = deployment.current()
         parts.backing = make_backing(parts.layout, self.device)
         parts.host = HostPool(parts.layout)
+        if parts.int8_pages:
+            parts.int8 = Int8Pool(parts.layout, parts.int8_pages)
         parts.engine = TransferEngine(
             parts.backing,
             parts.host,
+            int8=parts.int8,
             schedule=InlineStream(),
             fill=ThreadStream("sglang-tiered-fill"),
         )

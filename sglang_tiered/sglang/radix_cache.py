@@ -8,6 +8,10 @@ without readers is cold. Two kinds of rows are kept without being read:
   * *parked*: a retracted request leaves its exact rows in the tree, under a lock
     of its own that no reader counts, and resumes by prefix match;
   * an *idle* streaming session keeps its private rows and its tree lock.
+
+And it keeps inexact rows out: what enters the tree ends, page-floored, before the
+first row of the request that ever was in T2 or T3. Every row that was computed from
+such a row lies behind it.
 """
 
 from __future__ import annotations
@@ -30,8 +34,10 @@ from sglang.srt.observability.metrics_collector import radix_cache_metric_labels
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
 from sglang_tiered.metrics import TierMetrics
-from sglang_tiered.sglang import deployment
+from sglang_tiered.policy.recency import Recency
+from sglang_tiered.sglang import deployment, request_control
 from sglang_tiered.sglang.allocator import TieredAllocator, host_ids
+from sglang_tiered.sglang.request_report import take_report
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +127,7 @@ class TieredRadixCache(UnifiedRadixCache):
         """Rows that the tree takes over stay where they are; only their owner
         changes. Rows that it already had are freed as duplicates by the tree."""
         before = req.kv.cache_protected_len
+        up_to = min(up_to, self._exact_tokens(req))
         own = self._row_pages(req.kv, before, up_to)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if req.kv.cache_protected_len <= before:
@@ -129,6 +136,11 @@ class TieredRadixCache(UnifiedRadixCache):
         own = own[: taken // self.page_size]
         kept = self._row_pages(req.kv, before, req.kv.cache_protected_len)
         self.manager.ledger.give_to_tree(own[own == kept])
+
+    def _exact_tokens(self, req: Any) -> int:
+        """Tokens of ``req`` whose rows are what an untiered server would have."""
+        pages = int(self.manager.ledger.rows.exact_pages[req.kv.req_pool_idx])
+        return int(min(pages * self.page_size, req.kv.kv_allocated_len))
 
     def _path_pages(self, node_id: Any) -> np.ndarray:
         ids = host_ids(self.path_device_indices(node_id))
@@ -151,12 +163,25 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def maybe_hand_to_session(self, req: Any) -> None:
         """Called for every request whose rows were just allocated."""
-        self._active[req.rid] = req.kv.req_pool_idx
+        row = req.kv.req_pool_idx
+        if req.rid not in self._active:
+            self._start_request(req, row)
+        self._active[req.rid] = row
         super().maybe_hand_to_session(req)
         parked = self._parked.get(req.rid)
         if parked is not None:
             self.manager.ledger.rows.streamed[req.kv.req_pool_idx] |= parked.streamed
             self.unpark(req.rid, resumed=True)
+
+    def _start_request(self, req: Any, row: int) -> None:
+        manager = self.manager
+        try:
+            policy = request_control.policy_of(req, manager.policy)
+        except ValueError as error:
+            # Checked before it came here; whoever got past that stays exact.
+            logger.error("%s: %s; its rows stay exact.", req.rid, error)
+            policy = Recency(hbm_ratio=manager.policy.hbm_ratio)
+        manager.start_request(row, policy, request_control.seed_of(req))
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
@@ -168,10 +193,11 @@ class TieredRadixCache(UnifiedRadixCache):
 
     def _forget_row(self, req: Any, row: int) -> None:
         self._active.pop(req.rid, None)
+        take_report(req, self.manager)
         # A parked request is not over: it counts when it leaves for good.
         if self.metrics is not None and req.rid not in self._parked:
             self.metrics.count_request(bool(self.manager.ledger.rows.streamed[row]))
-        self.manager.ledger.rows.renew(row)
+        self.manager.end_request(row)
 
     # -- streaming sessions ----------------------------------------------------
 
@@ -181,6 +207,8 @@ class TieredRadixCache(UnifiedRadixCache):
         slot = self.session.borrowed_slot(req)
         # The base call may detach the request from its session.
         session_id = _session_id(req)
+        if slot is not None:
+            take_report(req, self.manager)
         if not super().claim_kv_row(req):
             return False
         self._active.pop(req.rid, None)
@@ -215,7 +243,7 @@ class TieredRadixCache(UnifiedRadixCache):
             self.manager.read(self._session_pages(slot))
             row = slot.kv.req_pool_idx
             super().release_session(session_id)
-            self.manager.ledger.rows.renew(row)
+            self.manager.end_request(row)
             return
         super().release_session(session_id)
 
@@ -314,9 +342,9 @@ class TieredRadixCache(UnifiedRadixCache):
         """Free ``pages`` virtual pages: cold leaves first, then rows that requests
         and sessions wait with, oldest first; they will recompute them. So ids are
         short only if running requests read all the others."""
-        target = self.manager.ledger.virtual.available + pages
+        target = self.manager.ledger.available + pages
         while True:
-            short = target - self.manager.ledger.virtual.available
+            short = target - self.manager.ledger.available
             if short <= 0:
                 return
             if self.evictable_size() > 0:

@@ -12,7 +12,13 @@ from tests.e2e.reference import Reference
 from tests.e2e.servers import ServerUnderTest
 from tests.e2e.workloads import next_turn, tokens, with_aborts
 
-USED = ("t0_used_tokens", "t1_used_tokens", "window_used_tokens", "clean_tokens")
+USED = (
+    "t0_used_tokens",
+    "t1_used_tokens",
+    "t2_used_tokens",
+    "window_used_tokens",
+    "clean_tokens",
+)
 MOVED = ("demoted_tokens", "clean_demoted_tokens", "promoted_tokens", "streamed_tokens")
 
 

@@ -25,6 +25,7 @@ SESSION_CAPACITY = 100_000
 class Ask:
     """One request.
 
+    `tiered`: the policy it asks for. `top_logprobs`: that many logprobs of every step.
     `leave_after`: close the connection once that many tokens have come.
     `abort_after`: call /abort_request instead. `session`: the id of an open
     streaming session. `sampling`: more sampling parameters.
@@ -38,6 +39,8 @@ class Ask:
     leave_after: int | None = None
     abort_after: int | None = None
     session: str | None = None
+    tiered: Mapping[str, Any] | None = None
+    top_logprobs: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,14 +58,17 @@ class Outcome:
     """What came back.
 
     `samples` holds the output tokens of each of the `n` samples, `logprobs` those
-    of the first one's tokens. `finish` is the server's word for how the first one ended
-    ("length", "abort"). `error` is None for a request that ended by itself, else the
-    server's reason, or "left" where the client went away.
+    of the first one's tokens; `top_logprobs` {token: logprob} of each of its steps.
+    `report` is what the server says became of its rows, `finish` its word for how the
+    first one ended ("length", "abort"). `error` is None for a request that ended by
+    itself, else the server's reason, or "left" where the client went away.
     """
 
     samples: tuple[tuple[int, ...], ...]
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
     cached_tokens: int = 0
+    report: Mapping[str, Any] | None = None
     finish: str | None = None
     error: str | None = None
 
@@ -132,9 +138,12 @@ async def _ask(client: httpx.AsyncClient, ask: Ask) -> Outcome:
             "n": ask.n,
             **ask.sampling,
         },
-        "return_logprob": ask.logprobs,
+        "return_logprob": ask.logprobs or ask.top_logprobs > 0,
+        "top_logprobs_num": ask.top_logprobs,
         "stream": ask.stream or not ask.survives,
     }
+    if ask.tiered is not None:
+        body["sampling_params"]["custom_params"] = {"tiered": ask.tiered}
     if ask.session is not None:
         body["session_params"] = {"id": ask.session}
     content = orjson.dumps(body)
@@ -183,7 +192,12 @@ def _outcome(answers: Sequence[Mapping[str, Any]]) -> Outcome:
     return Outcome(
         samples=tuple(tuple(answer["output_ids"]) for answer in answers),
         logprobs=tuple(entry[0] for entry in first.get("output_token_logprobs") or ()),
+        top_logprobs=tuple(
+            {token: logprob for logprob, token, _ in step}
+            for step in first.get("output_top_logprobs") or ()
+        ),
         cached_tokens=first["cached_tokens"],
+        report=next(iter(first.get("tiered") or ()), None),
         finish=reason["type"] if reason is not None else None,
         error=(reason.get("message") or "aborted") if aborted else None,
     )

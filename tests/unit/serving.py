@@ -7,7 +7,7 @@ seen by the next forward that reads it.
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,8 @@ from sglang.srt.session.session_controller import Session
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from tiers import LAYERS, Array, Tiers
 
-from sglang_tiered.memory.manager import TierPolicy
+from sglang_tiered.memory.manager import TierRules
+from sglang_tiered.policy.base import Policy
 from sglang_tiered.sglang import budget
 from sglang_tiered.sglang.allocator import TieredAllocator
 from sglang_tiered.sglang.radix_cache import TieredRadixCache
@@ -87,7 +88,9 @@ class Server:
         chunk: int | None = None,
         overlap: bool = False,
         mixed: bool = False,
-        policy: TierPolicy | None = None,
+        int8: int = 0,
+        rules: TierRules | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.tiers = Tiers(
             page_size=page_size,
@@ -95,7 +98,9 @@ class Server:
             window=window,
             host=host,
             rows=rows + 1,
-            policy=policy or TierPolicy(sink_tokens=1, recent_window=2),
+            int8=int8,
+            rules=rules or TierRules(sink_tokens=1, recent_window=2),
+            policy=policy,
         )
         self.manager, self.ledger = self.tiers.manager, self.tiers.ledger
         self.allocator = TieredAllocator(
@@ -142,10 +147,20 @@ class Server:
     # -- clients -----------------------------------------------------------------
 
     def request(
-        self, tokens: Sequence[int], new: int, rid: str, session: Session | None = None
+        self,
+        tokens: Sequence[int],
+        new: int,
+        rid: str,
+        session: Session | None = None,
+        tiered: Mapping[str, Any] | None = None,
     ) -> Req:
         """A client's request for ``new`` greedy tokens, in the waiting queue."""
-        params = SamplingParams(max_new_tokens=new, temperature=0, ignore_eos=False)
+        params = SamplingParams(
+            max_new_tokens=new,
+            temperature=0,
+            ignore_eos=False,
+            custom_params=None if tiered is None else {"tiered": tiered},
+        )
         params.normalize(None)
         if session is None:
             req = Req(rid, "", array("q", tokens), params, vocab_size=VOCAB)
@@ -386,6 +401,7 @@ class Server:
             row = self.row_pool.req_to_token[int(batch.req_pool_indices_cpu[i])]
             ids.append(row[:length].numpy().astype(np.int64))
             held.append(self.names.of(sequence))
+        self._attend(np.concatenate(ids))
         written = batch.out_cache_loc.numpy()
         values = np.concatenate([h[n] for h, n in zip(held, new, strict=True)])
         where = np.concatenate([i[n] for i, n in zip(ids, new, strict=True)])
@@ -394,8 +410,18 @@ class Server:
             self.tiers.write(layer, written, values)
             self.tiers.engine.wait_until(layer)
             for req, i, h in zip(batch.reqs, ids, held, strict=True):
-                assert self.tiers.reads(layer, i, h), f"{req.rid}, layer {layer}"
+                kept = ~self.ledger.dropped[i // self.page_size]
+                assert self.tiers.reads(layer, i[kept], h[kept]), (
+                    f"{req.rid}, layer {layer}"
+                )
         return [self.names.next_token(h[-1]) for h in held]
+
+    def _attend(self, ids: Array) -> None:
+        """Scores as an attention backend feeds them, of some fixed weights."""
+        scores = self.manager.scores
+        if scores.lanes.any():
+            np.add.at(scores.score, ids, (ids * 7919 % 101).astype(np.float32))
+            np.add.at(scores.steps, ids, 1)
 
     def expected(self, tokens: Sequence[int], new: int) -> list[int]:
         """The greedy output that nothing but the tokens decides."""

@@ -148,7 +148,7 @@ def test_an_unknown_test_switch_is_refused():
 
 
 def sizes(cfg, *, t0=1000, page=1, layers=8, row=1024, free=100 * GIB):
-    return resolve_sizes(cfg, t0, page, layers, row, free)
+    return resolve_sizes(cfg, t0, page, layers, row, row // 4, free)
 
 
 def test_an_explicit_host_size_is_gib_rounded_down_to_pages():
@@ -180,7 +180,7 @@ def test_two_default_windows_cost_an_eighth_of_t0():
 
 def test_the_default_window_is_no_larger_than_the_host_tier():
     got = sizes(TieredConfig(host_gb=1.0), row=GIB // 64)
-    assert got == Sizes(t0_pages=1000, window_pages=64, host_pages=64)
+    assert got == Sizes(t0_pages=1000, window_pages=64, host_pages=64, int8_pages=0)
 
 
 def test_the_default_window_is_at_least_one_page():
@@ -205,8 +205,9 @@ def test_whole_pages_are_not_worth_a_note():
     assert rounding_notes(TieredConfig(window_tokens=96), 992, 16) == []
 
 
-def test_v_is_t0_plus_host_without_the_window():
-    assert Sizes(t0_pages=10, window_pages=5, host_pages=40).virtual_pages == 50
+def test_v_is_t0_plus_both_host_tiers_without_the_window():
+    sizes = Sizes(t0_pages=10, window_pages=5, host_pages=40, int8_pages=7)
+    assert sizes.virtual_pages == 57
 
 
 def test_a_window_smaller_than_a_page_is_refused():

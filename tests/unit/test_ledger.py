@@ -356,9 +356,9 @@ def test_a_read_page_is_demoted_into_the_window(
 def test_a_promoted_page_keeps_its_copy(ledger: Ledger, tree: np.ndarray) -> None:
     ledger.demote(tree)
     host = ledger.host_page[tree].copy()
-    copies = ledger.promote(tree, epoch=3)
-    assert copies.host_pages.tolist() == host.tolist()
-    assert copies.t0_pages.tolist() == ledger.t0_page[tree].tolist()
+    slots = ledger.promote(tree, epoch=3)
+    assert ledger.host_page[tree].tolist() == host.tolist()
+    assert slots.tolist() == ledger.t0_page[tree].tolist()
     assert counts(ledger) == {"t0_unread": 3, "clean": 3}
 
 

@@ -12,8 +12,9 @@ from sglang_tiered.memory.manager import (
     DEMOTE_SLACK,
     HIGH_WATERMARK,
     SETTLE_FORWARDS,
-    TierPolicy,
+    TierRules,
 )
+from sglang_tiered.policy.recency import Recency
 
 
 class Pool(Tiers):
@@ -204,9 +205,7 @@ def test_sglang_4987_no_more_is_demoted_than_asked_and_the_slack(
 
 
 def test_slack_takes_no_protected_page(make_pool: Callable[..., Pool]) -> None:
-    pool = make_pool(
-        t0=64, host=128, policy=TierPolicy(sink_tokens=0, recent_window=64)
-    )
+    pool = make_pool(t0=64, host=128, rules=TierRules(sink_tokens=0, recent_window=64))
     pool.request(1, 64)
     assert pool.manager.make_room(3)
     assert pool.manager.counters.demoted == 3
@@ -740,10 +739,9 @@ def test_only_decode_steps_are_counted(pool: Pool) -> None:
 @pytest.fixture
 def make_ratio(make_pool: Callable[..., Pool]) -> Callable[..., Pool]:
     def make(ratio: float) -> Pool:
-        policy = TierPolicy(
-            sink_tokens=2, recent_window=2, retier_interval=4, hbm_ratio=ratio
-        )
-        return make_pool(t0=32, window=16, policy=policy)
+        rules = TierRules(sink_tokens=2, recent_window=2, retier_interval=4)
+        policy = Recency(hbm_ratio=ratio)
+        return make_pool(t0=32, window=16, rules=rules, policy=policy)
 
     return make
 
@@ -797,10 +795,8 @@ def test_retiering_is_due_for_each_request_by_itself(
 
 
 def test_ratio_mode_stops_at_the_window(make_pool: Callable[..., Pool]) -> None:
-    policy = TierPolicy(
-        sink_tokens=0, recent_window=1, retier_interval=4, hbm_ratio=0.0
-    )
-    pool = make_pool(t0=32, window=3, policy=policy)
+    rules = TierRules(sink_tokens=0, recent_window=1, retier_interval=4)
+    pool = make_pool(t0=32, window=3, rules=rules, policy=Recency(hbm_ratio=0.0))
     mine = generate(pool, 1, 1, 12)
     assert sum(pool.in_window(mine)) == 3
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from sglang_tiered.policy.protection import PageView, Protection, classify
 from sglang_tiered.policy.ranking import (
-    beyond_share,
     demotion_order,
     promotion_order,
 )
@@ -24,7 +23,7 @@ PLAIN: dict[str, Any] = {
     "length": 400,
     "prompt": 16,
     "readers": 1,
-    "born": 0,
+    "worth": 0,
     "last_read": 0,
     "promoted": 0,
 }
@@ -144,14 +143,14 @@ def order(protection: Protection, *pages: dict[str, Any]) -> list[int]:
 
 
 def test_lower_classes_come_first() -> None:
-    view = view_of({"born": 1}, {"born": 2}, {"born": 3})
+    view = view_of({"worth": 1}, {"worth": 2}, {"worth": 3})
     classes = np.array([Protection.RECENT, Protection.COLD, Protection.PREFIX])
     assert demotion_order(view, classes).tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize("protection", [Protection.COLD, Protection.WAITING])
 def test_unread_pages_go_by_last_use(protection: Protection) -> None:
-    pages = ({"last_read": 7, "born": 1}, {"last_read": 3, "born": 2})
+    pages = ({"last_read": 7, "worth": 1}, {"last_read": 3, "worth": 2})
     assert order(protection, *pages) == [1, 0]
 
 
@@ -164,7 +163,7 @@ def test_of_one_cold_path_the_tail_goes_first(protection: Protection) -> None:
     "protection", [Protection.UNPROTECTED, Protection.SETTLING, Protection.RECENT]
 )
 def test_reasoning_goes_by_age(protection: Protection) -> None:
-    pages = ({"born": 9}, {"born": 2}, {"born": 5})
+    pages = ({"worth": 9}, {"worth": 2}, {"worth": 5})
     assert order(protection, *pages) == [1, 2, 0]
 
 
@@ -174,7 +173,7 @@ def test_of_one_step_of_reasoning_the_head_goes_first() -> None:
 
 
 def test_prefixes_with_fewer_readers_go_first() -> None:
-    pages = ({"readers": 3, "born": 1}, {"readers": 1, "born": 2})
+    pages = ({"readers": 3, "worth": 1}, {"readers": 1, "worth": 2})
     assert order(Protection.PREFIX, *pages) == [1, 0]
 
 
@@ -192,7 +191,7 @@ def test_no_page_has_an_order() -> None:
 
 
 def test_promotion_is_the_reverse() -> None:
-    view = view_of({"born": 9}, {"born": 2}, {"born": 5})
+    view = view_of({"worth": 9}, {"worth": 2}, {"worth": 5})
     classes = np.full(3, Protection.UNPROTECTED)
     assert promotion_order(view, classes).tolist() == [0, 2, 1]
 
@@ -212,7 +211,7 @@ def test_shared_prefixes_and_recent_rows_return_first() -> None:
 
 facts = st.fixed_dictionaries(
     {
-        "born": st.integers(0, 4),
+        "worth": st.integers(0, 4),
         "index": st.integers(0, 4),
         "readers": st.integers(0, 3),
         "last_read": st.integers(0, 4),
@@ -229,53 +228,3 @@ def test_an_order_names_every_page_once(
     result = demotion_order(view, classes)
     assert sorted(result.tolist()) == list(range(len(pages)))
     assert (np.diff(classes[result]) >= 0).all()
-
-
-# -- the share of ratio mode
-
-Pages = list[tuple[int, int]]  # (row, index)
-
-
-def beyond(ratio: float, pages: Pages) -> set[tuple[int, int]]:
-    view = view_of(*({"row": row, "index": index} for row, index in pages))
-    mask = beyond_share(view, ratio)
-    return {page for page, out in zip(pages, mask, strict=True) if out}
-
-
-def test_the_oldest_pages_are_beyond_the_share() -> None:
-    pages = [(1, index) for index in range(4)]
-    assert beyond(0.5, pages) == {(1, 0), (1, 1)}
-
-
-def test_the_share_is_rounded_up() -> None:
-    pages = [(1, index) for index in range(5)]
-    assert beyond(0.5, pages) == {(1, 0), (1, 1)}
-
-
-def test_every_request_has_a_share_of_its_own() -> None:
-    pages = [(1, 0), (2, 9), (1, 1), (2, 8), (2, 7), (2, 6)]
-    assert beyond(0.5, pages) == {(1, 0), (2, 6), (2, 7)}
-
-
-@pytest.mark.parametrize(("ratio", "count"), [(0.0, 4), (1.0, 0)])
-def test_the_share_may_be_nothing_or_all(ratio: float, count: int) -> None:
-    assert len(beyond(ratio, [(1, index) for index in range(4)])) == count
-
-
-def test_no_pages_have_no_share() -> None:
-    assert beyond(0.5, []) == set()
-
-
-@given(
-    st.floats(0, 1),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), unique=True),
-)
-def test_what_stays_is_the_youngest_share_of_each_request(
-    ratio: float, pages: Pages
-) -> None:
-    out = beyond(ratio, pages)
-    for row in {row for row, _ in pages}:
-        mine = sorted(index for r, index in pages if r == row)
-        gone = sorted(index for r, index in out if r == row)
-        assert len(mine) - len(gone) == int(np.ceil(ratio * len(mine)))
-        assert gone == mine[: len(gone)]

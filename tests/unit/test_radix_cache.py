@@ -27,7 +27,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.session.session_controller import Session
 
-from sglang_tiered.memory.manager import TierPolicy
+from sglang_tiered.memory.manager import TierRules
+from sglang_tiered.policy.base import Policy
+from sglang_tiered.policy.hierarchy import Hierarchy
+from sglang_tiered.policy.random import Random
+from sglang_tiered.policy.recency import Recency
+from sglang_tiered.sglang.budget import LATER
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +55,14 @@ class ServingMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([None, 8, 16]),
         overlap=st.booleans(),
         mixed=st.booleans(),
-        ratio=st.sampled_from([None, None, 0.3]),
+        policy=st.sampled_from(
+            [
+                Recency(),
+                Recency(hbm_ratio=0.3),
+                Hierarchy(compress_ratio=0.5, evict_ratio=0.2),
+                Random(budget=0.4),
+            ]
+        ),
     )
     def start(
         self,
@@ -59,7 +71,7 @@ class ServingMachine(RuleBasedStateMachine):
         chunk: int | None,
         overlap: bool,
         mixed: bool,
-        ratio: float | None,
+        policy: Policy,
     ) -> None:
         tokens = (40, 16, 40) if tight else (64, 32, 120)
         t0, window, host = (n // page_size for n in tokens)
@@ -68,13 +80,13 @@ class ServingMachine(RuleBasedStateMachine):
             t0=t0,
             window=window,
             host=host,
+            int8=6,
             rows=4,
             chunk=chunk,
             overlap=overlap,
             mixed=mixed and chunk is not None,
-            policy=TierPolicy(
-                sink_tokens=1, recent_window=3, retier_interval=5, hbm_ratio=ratio
-            ),
+            rules=TierRules(sink_tokens=1, recent_window=3, retier_interval=5),
+            policy=policy,
         )
         self.reqs: dict[str, tuple[Req, list[int]]] = {}
         self.sessions: list[Session] = []
@@ -192,8 +204,8 @@ class ServingMachine(RuleBasedStateMachine):
         else:
             self.server.cache.evict(EvictParams(num_tokens=10**6))
         ledger = self.server.ledger
-        pools = (ledger.virtual, ledger.t0, ledger.host, ledger.window)
-        assert [pool.used for pool in pools] == [0, 0, 0, 0]
+        pools = (ledger.virtual, ledger.t0, ledger.host, ledger.window, ledger.int8)
+        assert [pool.used for pool in pools] == [0, 0, 0, 0, 0]
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -621,6 +633,29 @@ def test_every_hit_counts_the_rows_that_have_no_place(server: Server) -> None:
     lock = server.cache.lock(match.last_device_node)
     assert budget.remaining_current == before - len(PROMPT) * 2
     server.cache.unlock(lock)
+    server.run()
+
+
+def test_only_who_does_not_fit_beside_running_requests_closes_admission(
+    server: Server,
+) -> None:
+    """(False, None) closes it until a request finishes. Whoever was let in by the same
+    pass counts with all it may write, and in the next one with much less."""
+    run_one(server, [1, 2, 3], 1, "gone")
+    server.request([1] * 10, 20, "running")
+    server.step()
+    candidate = {
+        "extend_input_len": 10,
+        "input_tokens": 10,
+        "max_new_tokens": 85,
+        "total_tokens": 95,
+        "swa_host_hit_length": 0,
+        "chunk_limit": None,
+    }
+    budget = server.allocator.create_prefill_budget(server.cache)
+    assert budget.check_prefill(**candidate) == (False, None)
+    budget.reserve(1, 1)
+    assert budget.check_prefill(**candidate) == LATER
     server.run()
 
 

@@ -12,6 +12,15 @@ from sglang_tiered.sglang import server_args
 
 TIERED = ["--radix-cache-backend", "tiered"]
 EXAMPLES = [(flag.cli, flag.env, flag.example) for flag in FLAGS]
+# Settings that are only accepted together with others.
+INT8 = {"SGLANG_TIERED_INT8_GB": "4"}
+COMPANIONS = {
+    "--tiered-hbm-ratio": {"SGLANG_TIERED_MODE": "ratio"},
+    "--tiered-budget": {"SGLANG_TIERED_POLICY": "h2o"},
+    "--tiered-compress-ratio": INT8,
+    "--tiered-request-compress": INT8,
+    "--tiered-int8-gb": {"SGLANG_TIERED_COMPRESS_RATIO": "0.2"},
+}
 HOOKS = {
     "add_cli_args": server_args.add_cli_args_hook,
     "from_cli_args": server_args.from_cli_args_hook,
@@ -58,8 +67,7 @@ def error_line(capsys, *argv):
 
 @pytest.mark.parametrize(("cli", "env", "value"), EXAMPLES)
 def test_a_flag_is_written_to_the_environment(environ, cli, env, value):
-    # The ratio is only accepted together with its mode.
-    environ["SGLANG_TIERED_MODE"] = "ratio"
+    environ.update(COMPANIONS.get(cli, {}))
     parse(*TIERED, cli, value)
     assert environ[env] == value
 

@@ -17,7 +17,11 @@ from hypothesis.stateful import (
 )
 from tiers import LAYERS, Array, Tiers, batch_of
 
-from sglang_tiered.memory.manager import TierPolicy
+from sglang_tiered.memory.manager import TierRules
+from sglang_tiered.policy.base import Policy
+from sglang_tiered.policy.hierarchy import Hierarchy
+from sglang_tiered.policy.random import Random
+from sglang_tiered.policy.recency import Recency
 
 ROOT = 0
 MAX_ROWS = 7
@@ -49,14 +53,23 @@ class TierMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
         sizes=st.sampled_from([(12, 6, 20), (10, 10, 12), (16, 4, 40)]),
-        ratio=st.sampled_from([None, None, 0.0, 0.5]),
+        policy=st.sampled_from(
+            [
+                Recency(),
+                Recency(hbm_ratio=0.0),
+                Hierarchy(hbm_ratio=0.5),
+                Hierarchy(compress_ratio=0.5),
+                Hierarchy(hbm_ratio=0.3, compress_ratio=0.3, evict_ratio=0.3),
+                Random(budget=0.3),
+            ]
+        ),
         recent=st.sampled_from([1, 6]),
     )
     def start(
         self,
         page_size: int,
         sizes: tuple[int, int, int],
-        ratio: float | None,
+        policy: Policy,
         recent: int,
     ) -> None:
         t0, window, host = sizes
@@ -65,13 +78,10 @@ class TierMachine(RuleBasedStateMachine):
             t0=t0,
             window=window,
             host=host,
+            int8=6,
             rows=MAX_ROWS,
-            policy=TierPolicy(
-                sink_tokens=2,
-                recent_window=recent,
-                retier_interval=3,
-                hbm_ratio=ratio,
-            ),
+            rules=TierRules(sink_tokens=2, recent_window=recent, retier_interval=3),
+            policy=policy,
         )
         self.page_size = page_size
         self.ledger, self.manager = self.tiers.ledger, self.tiers.manager
@@ -136,7 +146,9 @@ class TierMachine(RuleBasedStateMachine):
         self.read.subtract(pages)
 
     def checkpoint(self, request: Request, up_to: int) -> None:
-        """The tree takes the whole pages below token ``up_to``."""
+        """The tree takes the whole exact pages below token ``up_to``."""
+        exact = int(self.ledger.rows.exact_pages[request.row])
+        up_to = min(up_to, min(exact, request.length) * self.page_size)
         taken = request.own[: max(0, up_to // self.page_size - len(request.path))]
         last = request.path[-1] if request.path else ROOT
         for page in taken:
@@ -153,7 +165,7 @@ class TierMachine(RuleBasedStateMachine):
         """Free what the tree did not take and unlock the rest."""
         self.drop(request.own)
         self.unlock(request.path)
-        self.ledger.rows.renew(request.row)
+        self.manager.end_request(request.row)
         self.free_rows.append(request.row)
 
     def unpark(self, parked: Request) -> None:
@@ -168,7 +180,7 @@ class TierMachine(RuleBasedStateMachine):
         parked = {page for request in self.parked for page in request.path}
         held = Counter(page for r in self.running + self.idle for page in r.path)
         reclaimable = self.evictable() + sum(1 for page in parked if not held[page])
-        virtual = self.ledger.virtual.available + reclaimable
+        virtual = self.ledger.available + reclaimable
         overflow = self.ledger.unplaced + t1 - self.ledger.window.available
         return need <= min(self.manager.attainable(t0, t1), virtual - max(overflow, 0))
 
@@ -223,6 +235,8 @@ class TierMachine(RuleBasedStateMachine):
             page, offset = divmod(token, self.page_size)
             self.holds[page][offset] = value
         read = np.concatenate([self.ids(r, np.arange(r.length)) for r, _ in entries])
+        read = read[~self.ledger.dropped[read // self.page_size]]
+        self.attend(read)
         held = np.array(
             [self.holds[t // self.page_size][t % self.page_size] for t in read.tolist()]
         )
@@ -231,6 +245,13 @@ class TierMachine(RuleBasedStateMachine):
             self.tiers.engine.wait_until(layer)
             assert self.tiers.reads(layer, read, held), f"layer {layer}"
         self.manager.end_forward(batch)
+
+    def attend(self, read: Array) -> None:
+        """Scores as an attention backend feeds them, of some fixed weights."""
+        scores = self.manager.scores
+        if scores.lanes.any():
+            np.add.at(scores.score, read, (read * 7919 % 101).astype(np.float32))
+            np.add.at(scores.steps, read, 1)
 
     def extend(self, request: Request, tokens: int) -> bool:
         """A chunk of a prompt, if admission lets it in; part of it if not all."""
@@ -333,7 +354,12 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(which=pick, how=st.sampled_from(["finish", "abort", "retract", "sleep"]))
     def stop(self, which: int, how: str) -> None:
-        getattr(self, how)(self.running.pop(which % len(self.running)))
+        request = self.running[which % len(self.running)]
+        # The requests of a session are exact from their first step on.
+        if how == "sleep" and self.ledger.rows.is_lossy(request.row):
+            return
+        self.running.remove(request)
+        getattr(self, how)(request)
 
     def finish(self, request: Request) -> None:
         self.checkpoint(request, request.length)
@@ -352,6 +378,7 @@ class TierMachine(RuleBasedStateMachine):
 
     def sleep(self, request: Request) -> None:
         """A streaming session keeps its rows until its next turn."""
+        self.manager.start_request(request.row, Recency(), 0)
         self.idle.append(request)
         self.manager.unread(array(request.pages))
         self.read.subtract(request.pages)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from where import on_host
 
 from sglang_tiered.memory.backing import Backing, MemfdBacking, PlainBacking
 from sglang_tiered.memory.host_pool import HostPool
@@ -147,7 +148,7 @@ def test_bytes_of_every_row_survive_demotion_and_promotion(shaped_rig: Rig) -> N
     for layer in range(LAYERS):
         for device in rig.device_rows(layer):
             device[: 1 + T0] = float("nan")
-    rig.engine.promote(hosts, homes)
+    rig.engine.promote(on_host(hosts), homes)
     for layer in range(LAYERS):
         for device, old in zip(rig.device_rows(layer), before[layer], strict=True):
             assert same_bytes(device[homes], old)
@@ -162,7 +163,7 @@ def test_attention_of_every_layer_reads_the_demoted_bytes(shaped_rig: Rig) -> No
     hosts = rng.permutation(HOST)[:30]
     window = rig.window(*rng.permutation(WINDOW)[:30])
     rig.engine.demote(rows, hosts, written_epoch=0)
-    rig.engine.begin_forward(hosts, window)
+    rig.engine.begin_forward(on_host(hosts), window)
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
         for device in rig.device_rows(layer):
@@ -173,7 +174,7 @@ def test_attention_of_every_layer_reads_the_demoted_bytes(shaped_rig: Rig) -> No
 def test_a_plain_backing_reads_the_same_bytes(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(kind=PlainBacking)
     hosts, window = np.array([9, 3, 4]), rig.window(0, 1, 2)
-    rig.engine.begin_forward(hosts, window)
+    rig.engine.begin_forward(on_host(hosts), window)
     right = []
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
@@ -222,7 +223,7 @@ def test_any_forwards_and_copies_agree_with_a_plain_model(
                 for t0_rows, host_rows in zip(t0, host, strict=True):
                     host_rows[hosts] = t0_rows[rows]
         else:
-            engine.promote(hosts, rows)
+            engine.promote(on_host(hosts), rows)
             for t0, host in zip(model_t0, model_host, strict=True):
                 for t0_rows, host_rows in zip(t0, host, strict=True):
                     t0_rows[rows] = host_rows[hosts]
@@ -230,7 +231,7 @@ def test_any_forwards_and_copies_agree_with_a_plain_model(
         first = 0 if rng.random() < 0.5 else None
         numbers = np.arange(count) if first == 0 else rng.permutation(WINDOW)[:count]
         hosts, window = rng.integers(HOST, size=count), rig.window(*numbers)
-        engine.begin_forward(hosts, window)
+        engine.begin_forward(on_host(hosts), window)
         for layer in layers_asked_for(rng):
             engine.wait_until(layer)
             assert agrees(layer, hosts, window)
@@ -254,7 +255,7 @@ def test_without_fills_the_window_holds_other_bytes(rig: Rig) -> None:
     """The negative control."""
     rig.engine.skip_fill = True
     hosts, window = np.array([9, 3, 4]), rig.window(0, 1, 2)
-    rig.engine.begin_forward(hosts, window)
+    rig.engine.begin_forward(on_host(hosts), window)
     right = []
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
@@ -269,7 +270,7 @@ def test_a_wait_outside_a_forward_does_nothing(rig: Rig) -> None:
 
 
 def test_a_wait_after_a_forward_does_nothing(rig: Rig) -> None:
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     rig.engine.end_forward()
     streamed = rig.engine.bytes_streamed
     rig.engine.wait_until(5)
@@ -277,7 +278,7 @@ def test_a_wait_after_a_forward_does_nothing(rig: Rig) -> None:
 
 
 def test_a_forward_that_streams_nothing_copies_nothing(rig: Rig) -> None:
-    rig.engine.begin_forward(NONE, NONE)
+    rig.engine.begin_forward(on_host(NONE), NONE)
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
     rig.engine.end_forward()
@@ -285,7 +286,7 @@ def test_a_forward_that_streams_nothing_copies_nothing(rig: Rig) -> None:
 
 
 def test_a_second_wait_fills_nothing_again(rig: Rig) -> None:
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
         rig.engine.wait_until(layer)
@@ -294,7 +295,7 @@ def test_a_second_wait_fills_nothing_again(rig: Rig) -> None:
 
 
 def test_layers_never_asked_for_are_not_filled(rig: Rig) -> None:
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     rig.engine.wait_until(0)
     rig.engine.end_forward()
     assert rig.engine.bytes_streamed == 2 * rig.layout.bytes_per_token // LAYERS
@@ -303,7 +304,7 @@ def test_layers_never_asked_for_are_not_filled(rig: Rig) -> None:
 
 def test_copied_bytes_are_counted(rig: Rig) -> None:
     rig.engine.demote(np.array([1, 2, 3]), np.array([7, 8, 9]), 0)
-    rig.engine.promote(np.array([7, 8]), np.array([5, 6]))
+    rig.engine.promote(on_host(np.array([7, 8])), np.array([5, 6]))
     token = rig.layout.bytes_per_token
     assert rig.engine.bytes_demoted == 3 * token
     assert rig.engine.bytes_promoted == 2 * token
@@ -312,7 +313,7 @@ def test_copied_bytes_are_counted(rig: Rig) -> None:
 def test_waits_are_counted_and_timed(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(BUFFERS["latent bfloat16"], 16)
     for _ in range(20):
-        rig.engine.begin_forward(np.arange(WINDOW), rig.window(*range(WINDOW)))
+        rig.engine.begin_forward(on_host(np.arange(WINDOW)), rig.window(*range(WINDOW)))
         for layer in range(LAYERS):
             rig.engine.wait_until(layer)
         rig.engine.end_forward()
@@ -328,7 +329,7 @@ def test_a_failed_fill_is_raised_to_attention_for_key_and_value(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(fill=BreakingStream("fill(1, 2)"))
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     rig.engine.wait_until(0)
     rig.engine.wait_until(1)
     for _ in ("key", "value"):
@@ -340,7 +341,7 @@ def test_a_failed_fill_that_nobody_read_is_raised_at_the_end(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(fill=BreakingStream("fill(1, 1)"))
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     rig.engine.wait_until(0)
     with pytest.raises(Broken):
         rig.engine.end_forward()
@@ -353,12 +354,12 @@ def test_forwards_after_a_failed_one_read_the_right_bytes(
 ) -> None:
     rig = make_rig(fill=BreakingStream("fill(1, 0)"))
     hosts, window = np.array([9, 4]), rig.window(0, 5)
-    rig.engine.begin_forward(hosts, window)
+    rig.engine.begin_forward(on_host(hosts), window)
     with pytest.raises(Broken):
         rig.engine.wait_until(0)
     with pytest.raises(Broken):
         rig.engine.end_forward()
-    rig.engine.begin_forward(hosts, window)
+    rig.engine.begin_forward(on_host(hosts), window)
     rig.engine.wait_until(0)
     assert rig.reads_right(0, hosts, window)
     rig.engine.end_forward()
@@ -368,26 +369,26 @@ def test_an_engine_closes_in_the_middle_of_a_failed_forward(
     make_rig: Callable[..., Rig],
 ) -> None:
     rig = make_rig(fill=BreakingStream("fill(1, 0)"))
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     rig.engine.close()
     rig.engine.close()
     with pytest.raises(RuntimeError, match="closed"):
-        rig.engine.begin_forward(NONE, NONE)
+        rig.engine.begin_forward(on_host(NONE), NONE)
 
 
 def test_an_engine_keeps_its_buffers_until_it_is_gone(rig: Rig) -> None:
-    rig.engine.begin_forward(np.arange(30), rig.window(*range(30)))
+    rig.engine.begin_forward(on_host(np.arange(30)), rig.window(*range(30)))
     rig.backing.close()
     rig.engine.wait_until(0)
     rig.engine.end_forward()
 
 
 def test_copies_inside_a_forward_are_refused(rig: Rig) -> None:
-    rig.engine.begin_forward(NONE, NONE)
+    rig.engine.begin_forward(on_host(NONE), NONE)
     for call in (
         lambda: rig.engine.demote(np.array([1]), np.array([2]), 0),
-        lambda: rig.engine.promote(np.array([1]), np.array([2])),
-        lambda: rig.engine.begin_forward(NONE, NONE),
+        lambda: rig.engine.promote(on_host(np.array([1])), np.array([2])),
+        lambda: rig.engine.begin_forward(on_host(NONE), NONE),
     ):
         with pytest.raises(RuntimeError, match="inside forward 1"):
             call()
@@ -400,7 +401,7 @@ def test_an_end_without_a_beginning_is_refused(rig: Rig) -> None:
 
 
 def test_a_layer_that_does_not_exist_is_refused(rig: Rig) -> None:
-    rig.engine.begin_forward(np.array([9]), rig.window(0))
+    rig.engine.begin_forward(on_host(np.array([9])), rig.window(0))
     with pytest.raises(ValueError, match="layer 9 of 9"):
         rig.engine.wait_until(LAYERS)
     rig.engine.end_forward()
@@ -416,7 +417,7 @@ def test_t0_pages_outside_t0_are_refused(page: int, rig: Rig) -> None:
     with pytest.raises(ValueError, match="T0 pages"):
         rig.engine.demote(np.array([page]), np.array([2]), 0)
     with pytest.raises(ValueError, match="T0 pages"):
-        rig.engine.promote(np.array([2]), np.array([page]))
+        rig.engine.promote(on_host(np.array([2])), np.array([page]))
 
 
 @pytest.mark.parametrize("page", [-1, HOST])
@@ -424,19 +425,19 @@ def test_host_pages_outside_the_pool_are_refused(page: int, rig: Rig) -> None:
     with pytest.raises(ValueError, match="host pages"):
         rig.engine.demote(np.array([1]), np.array([page]), 0)
     with pytest.raises(ValueError, match="host pages"):
-        rig.engine.promote(np.array([page]), np.array([1]))
+        rig.engine.promote(on_host(np.array([page])), np.array([1]))
     with pytest.raises(ValueError, match="host pages"):
-        rig.engine.begin_forward(np.array([page]), rig.window(0))
+        rig.engine.begin_forward(on_host(np.array([page])), rig.window(0))
 
 
 @pytest.mark.parametrize("number", [-1, WINDOW])
 def test_window_pages_outside_the_window_are_refused(number: int, rig: Rig) -> None:
     with pytest.raises(ValueError, match="window pages"):
-        rig.engine.begin_forward(np.array([1]), rig.window(number))
+        rig.engine.begin_forward(on_host(np.array([1])), rig.window(number))
 
 
 def test_a_refused_forward_does_not_begin(rig: Rig) -> None:
     with pytest.raises(ValueError, match="occurs twice"):
-        rig.engine.begin_forward(np.array([1, 2]), rig.window(3, 3))
+        rig.engine.begin_forward(on_host(np.array([1, 2])), rig.window(3, 3))
     assert rig.engine.submitted_epoch == 0
     rig.engine.check_integrity()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from recording import Recorder
+from where import on_host
 
 from sglang_tiered.memory.backing import MemfdBacking
 from sglang_tiered.memory.host_pool import HostPool
@@ -72,7 +73,7 @@ class Rig:
 
     def attends(self, host_page: int, *, layers: int = LAYERS) -> None:
         """A whole forward that reads one host page through window row 0."""
-        self.engine.begin_forward(pages(host_page), self.window(0))
+        self.engine.begin_forward(on_host(pages(host_page)), self.window(0))
         for layer in range(layers):
             self.engine.wait_until(layer)
             self.reads(layer, self.backing.window_base)
@@ -98,7 +99,7 @@ class Race:
 
 
 def demote_what_a_forward_writes(rig: Rig) -> None:
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.writes(3, 7.0)
     rig.engine.end_forward()
     rig.engine.demote(pages(3), pages(5), written_epoch=1)
@@ -106,34 +107,34 @@ def demote_what_a_forward_writes(rig: Rig) -> None:
 
 def demote_what_an_earlier_forward_wrote(rig: Rig) -> None:
     demote_what_a_forward_writes(rig)
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.engine.end_forward()
 
 
 def promote_into_what_a_forward_reads(rig: Rig) -> None:
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.reads(2, 3)
     rig.engine.end_forward()
-    rig.engine.promote(pages(5), pages(3))
+    rig.engine.promote(on_host(pages(5)), pages(3))
 
 
 def promote_into_what_a_forward_writes(rig: Rig) -> None:
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.writes(3, 7.0)
     rig.engine.end_forward()
-    rig.engine.promote(pages(5), pages(3))
+    rig.engine.promote(on_host(pages(5)), pages(3))
 
 
 def write_into_what_is_demoted(rig: Rig) -> None:
     rig.engine.demote(pages(3), pages(5), written_epoch=0)
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.writes(3, 7.0)
     rig.engine.end_forward()
 
 
 def read_what_is_promoted(rig: Rig) -> None:
-    rig.engine.promote(pages(5), pages(3))
-    rig.engine.begin_forward(pages(), pages())
+    rig.engine.promote(on_host(pages(5)), pages(3))
+    rig.engine.begin_forward(on_host(pages()), pages())
     rig.reads(2, 3)
     rig.engine.end_forward()
 
@@ -280,7 +281,7 @@ def test_the_bytes_are_wrong_without_the_wait(race: Race, rig: Rig) -> None:
 def test_every_copy_to_the_device_names_the_event_it_waits_for(rig: Rig) -> None:
     """sglang#36738."""
     rig.attends(5)
-    rig.engine.promote(pages(6), pages(3))
+    rig.engine.promote(on_host(pages(6)), pages(3))
     rig.attends(7)
     to_device = [
         work
@@ -299,34 +300,34 @@ def test_every_copy_to_the_device_names_the_event_it_waits_for(rig: Rig) -> None
 def test_a_promotion_waits_for_the_demotion_that_filled_its_source(rig: Rig) -> None:
     """vllm#46014."""
     rig.engine.demote(pages(3), pages(5), written_epoch=0)
-    rig.engine.promote(pages(5), pages(4))
+    rig.engine.promote(on_host(pages(5)), pages(4))
     assert rig.recorder.waits("promote") == ["demote(1 pages)"]
 
 
 def test_a_promotion_waits_for_the_demotion_of_its_target(rig: Rig) -> None:
     """sglang#36738: a slot with a copy out of it pending is not reusable."""
     rig.engine.demote(pages(3), pages(5), written_epoch=0)
-    rig.engine.promote(pages(6), pages(3))
+    rig.engine.promote(on_host(pages(6)), pages(3))
     assert rig.recorder.waits("promote") == ["demote(1 pages)"]
 
 
 def test_a_demotion_waits_for_the_promotion_that_fills_its_source(rig: Rig) -> None:
     """vllm#46014."""
-    rig.engine.promote(pages(6, 7), pages(3, 4))
+    rig.engine.promote(on_host(pages(6, 7)), pages(3, 4))
     rig.engine.demote(pages(3), pages(5), written_epoch=0)
     assert rig.recorder.waits("demote") == ["promote(2 pages)"]
 
 
 def test_a_demotion_waits_for_the_promotion_that_reads_its_target(rig: Rig) -> None:
     """sglang#27444, sglang#31427."""
-    rig.engine.promote(pages(6), pages(3))
+    rig.engine.promote(on_host(pages(6)), pages(3))
     rig.engine.demote(pages(4), pages(6), written_epoch=0)
     assert rig.recorder.waits("demote") == ["promote(1 pages)"]
 
 
 def test_copies_of_other_pages_do_not_wait_for_each_other(rig: Rig) -> None:
     rig.engine.demote(pages(3), pages(5), written_epoch=0)
-    rig.engine.promote(pages(6), pages(4))
+    rig.engine.promote(on_host(pages(6)), pages(4))
     assert rig.recorder.waits("promote") == []
 
 
@@ -353,7 +354,7 @@ def test_sources_are_free_once_their_forward_is_done(rig: Rig) -> None:
 
 def test_pages_of_pending_copies_are_pinned(rig: Rig) -> None:
     """sglang#27444, sglang#31427."""
-    rig.engine.promote(pages(6), pages(3))
+    rig.engine.promote(on_host(pages(6)), pages(3))
     rig.engine.demote(pages(4), pages(2), written_epoch=0)
     assert rig.engine.pinned_host_pages().tolist() == [2, 6]
 
@@ -404,7 +405,7 @@ def test_epochs_complete_in_order(rig: Rig) -> None:
 
 
 def test_the_fill_of_the_next_layer_is_issued_before_this_one_is_read(rig: Rig) -> None:
-    rig.engine.begin_forward(pages(5), rig.window(0))
+    rig.engine.begin_forward(on_host(pages(5)), rig.window(0))
     issued = []
     for layer in range(LAYERS):
         rig.engine.wait_until(layer)
@@ -414,7 +415,7 @@ def test_the_fill_of_the_next_layer_is_issued_before_this_one_is_read(rig: Rig) 
 
 
 def test_the_wait_for_the_value_does_nothing_after_that_for_the_key(rig: Rig) -> None:
-    rig.engine.begin_forward(pages(5), rig.window(0))
+    rig.engine.begin_forward(on_host(pages(5)), rig.window(0))
     rig.engine.wait_until(0)
     submitted = len(rig.recorder.submitted)
     rig.engine.wait_until(0)
@@ -432,7 +433,7 @@ def test_plans_are_kept_as_they_were_given(rig: Rig) -> None:
 
 def test_the_books_agree_at_any_time(rig: Rig) -> None:
     rig.engine.check_integrity()
-    rig.engine.begin_forward(pages(5), rig.window(0))
+    rig.engine.begin_forward(on_host(pages(5)), rig.window(0))
     rig.engine.check_integrity()
     rig.engine.end_forward()
     rig.engine.check_integrity()

@@ -6,11 +6,16 @@ from recording import Recorder
 
 from sglang_tiered.memory.backing import MemfdBacking
 from sglang_tiered.memory.host_pool import HostPool
+from sglang_tiered.memory.int8_pool import Int8Pool
 from sglang_tiered.memory.layout import PoolLayout, RowBuffer
 from sglang_tiered.memory.ledger import Ledger
-from sglang_tiered.memory.manager import BatchRows, TierManager, TierPolicy
+from sglang_tiered.memory.manager import BatchRows, TierManager, TierRules
 from sglang_tiered.memory.page_table import PageTable
+from sglang_tiered.memory.score_book import ScoreBook
+from sglang_tiered.policy.base import Policy
+from sglang_tiered.policy.recency import Recency
 from sglang_tiered.transfer.engine import TransferEngine
+from sglang_tiered.transfer.statistics import RowStatistics
 from sglang_tiered.transfer.streams import InlineStream, ThreadStream
 
 LAYERS = 4
@@ -31,6 +36,14 @@ def content(layer: int, name: str, values: Array) -> Array:
     return -values[..., None] - layer
 
 
+def same(rows: Array, right: Array, lossy: Array) -> bool:
+    """Whether rows [..., width] are the right ones, bit for bit; where ``lossy``,
+    within what int8 rounding leaves of them."""
+    rounding = np.abs(right).max(axis=-1, keepdims=True, initial=0) / 60
+    off = np.abs(rows - right) > rounding * lossy[..., None]
+    return not (off | np.isnan(rows)).any()
+
+
 class Tiers:
     """Manager, ledger, page table, engine, backing and host pool of one small pool.
 
@@ -44,16 +57,20 @@ class Tiers:
         t0: int = 16,
         window: int = 8,
         host: int = 32,
+        int8: int = 0,
         rows: int = 8,
-        policy: TierPolicy | None = None,
+        rules: TierRules | None = None,
+        policy: Policy | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.layout = PoolLayout(page_size, t0, window, host, (LAYER,) * LAYERS)
         self.backing = MemfdBacking(self.layout)
         self.host = HostPool(self.layout)
+        self.int8 = Int8Pool(self.layout, int8) if int8 else None
         self.engine = TransferEngine(
             self.backing,
             self.host,
+            int8=self.int8,
             schedule=InlineStream() if recorder is None else recorder.schedule,
             fill=ThreadStream("fill") if recorder is None else recorder.fill,
             forward=None if recorder is None else recorder.forward,
@@ -62,6 +79,7 @@ class Tiers:
             t0_pages=t0,
             host_pages=host,
             window_pages=window,
+            int8_pages=int8,
             max_rows=rows,
             page_size=page_size,
         )
@@ -69,8 +87,11 @@ class Tiers:
             ledger=self.ledger,
             table=PageTable(self.ledger.virtual.count, page_size),
             mover=self.engine,
-            policy=policy or TierPolicy(sink_tokens=0, recent_window=1),
+            rules=rules or TierRules(sink_tokens=0, recent_window=1),
+            policy=policy or Recency(),
             window_base=self.backing.window_base,
+            scores=ScoreBook(self.ledger.virtual.count + 1, page_size),
+            statistics=RowStatistics(self.backing, self.host, self.int8),
             poison=self.poison if recorder is None else None,
         )
         self.page_size = page_size
@@ -85,8 +106,8 @@ class Tiers:
         self.backing.close()
         if self.recorder is not None:
             self.recorder.submitted.clear()
-        vars(self.manager).update(mover=None, poison=None)
-        del self.engine, self.backing, self.host
+        vars(self.manager).update(mover=None, poison=None, statistics=None)
+        del self.engine, self.backing, self.host, self.int8
 
     def poison(self, physical: Array) -> None:
         for layer in range(LAYERS):
@@ -107,10 +128,12 @@ class Tiers:
     def reads(self, layer: int, ids: Array, values: Array) -> bool:
         """Whether attention of ``layer`` sees ``values`` at tokens ``ids``."""
         where = self.physical(ids // self.page_size), ids % self.page_size
+        lossy = self.ledger.is_lossy(ids // self.page_size)
         return all(
-            np.array_equal(
+            same(
                 self._rows(layer, buffer.name)[where],
                 content(layer, buffer.name, values),
+                lossy,
             )
             for buffer in LAYER
         )
@@ -121,14 +144,18 @@ class Tiers:
         written = ~np.isnan(values)
         in_t0 = self.ledger.t0_page[virtual] >= 0
         on_host = self.ledger.host_page[virtual] >= 0
+        as_int8 = self.ledger.int8_page[virtual] >= 0
+        lossy = np.broadcast_to(as_int8[:, None], written.shape)
         copies = (
             (self._rows, self.ledger.t0_page, in_t0),
             (self._host_rows, self.ledger.host_page, on_host),
+            (self._int8_rows, self.ledger.int8_page, as_int8),
         )
         return all(
-            np.array_equal(
+            same(
                 rows(layer, buffer.name)[page[virtual[there]]][written[there]],
                 content(layer, buffer.name, values)[there][written[there]],
+                lossy[there][written[there]],
             )
             for layer in range(LAYERS)
             for buffer in LAYER
@@ -140,6 +167,12 @@ class Tiers:
 
     def _host_rows(self, layer: int, name: str) -> Array:
         return self._paged(self.host.pages(layer, name), name)
+
+    def _int8_rows(self, layer: int, name: str) -> Array:
+        if self.int8 is None:
+            return np.empty((0, self.layout.page_size, 1), dtype=np.float32)
+        everything = torch.arange(self.int8.count)
+        return self._paged(self.int8.read(layer, name, everything), name)
 
     def _paged(self, rows: torch.Tensor, name: str) -> Array:
         width = self.layout.row_buffer(0, name).row_width

@@ -1,0 +1,99 @@
+"""T2: int8 rows in host memory, codes and scales of a row in one record.
+
+The pool is laid out like the host pool: one [int8_pages, page bytes] tensor per (layer,
+buffer), of exactly the size asked for and touched at construction. A page holds whole
+records, so its codes and its scales move and are freed together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from sglang_tiered.memory.host_pool import RESERVE_BYTES, free_host_bytes
+from sglang_tiered.memory.int8_rows import Int8Rows, codec_for
+from sglang_tiered.memory.layout import PoolLayout, RowBuffer
+
+
+class Int8Pool:
+    """Int8 rows of every layer and buffer; `count` pages that hold `nbytes` together.
+
+    Raises ValueError below one page and MemoryError, naming --tiered-int8-gb and the
+    bytes asked and free, when they do not fit.
+    """
+
+    def __init__(self, layout: PoolLayout, int8_pages: int) -> None:
+        if int8_pages < 1:
+            raise ValueError(f"int8_pages must be at least 1, got {int8_pages}")
+        self.count = int8_pages
+        self.nbytes = (
+            int8_pages * layout.page_size * int8_bytes_per_token(layout.layers)
+        )
+        _check_budget(self.nbytes, free_host_bytes())
+        self._page_size = layout.page_size
+        self._codecs: dict[tuple[int, str], Int8Rows] = {}
+        self._records: dict[tuple[int, str], torch.Tensor] = {}
+        for layer, buffers in enumerate(layout.layers):
+            for buffer in buffers:
+                codec = codec_for(buffer)
+                raw = np.zeros(
+                    (int8_pages, layout.page_size * codec.record_bytes), np.uint8
+                )
+                raw.reshape(-1)[:: os.sysconf("SC_PAGESIZE")] = 0
+                self._codecs[layer, buffer.name] = codec
+                self._records[layer, buffer.name] = torch.from_numpy(raw)
+
+    def records(self, layer: int, name: str) -> torch.Tensor:
+        """uint8 [int8_pages, page_size * record_bytes]; always the same object."""
+        return self._records[layer, name]
+
+    def codec(self, layer: int, name: str) -> Int8Rows:
+        """How the rows of this buffer are rounded."""
+        return self._codecs[layer, name]
+
+    def write(
+        self, layer: int, name: str, pages: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Round `rows`, [n, page_size * row_width], into `pages`, distinct int64 [n].
+
+        Raises IndexError for a page that the pool does not have.
+        """
+        codec = self._codecs[layer, name]
+        n = len(pages)
+        tokens = rows.reshape(n * self._page_size, codec.heads, codec.dim)
+        records = codec.quantise(tokens).view(n, self._page_size * codec.record_bytes)
+        self._records[layer, name][pages] = records
+
+    def read(self, layer: int, name: str, pages: torch.Tensor) -> torch.Tensor:
+        """The rows of `pages`, int64 [n]: [n, page_size * row_width], buffer's dtype.
+
+        Raises IndexError for a page that the pool does not have.
+        """
+        codec = self._codecs[layer, name]
+        n = len(pages)
+        records = self._records[layer, name].index_select(0, pages)
+        rows = codec.dequantise(records.view(n * self._page_size, codec.record_bytes))
+        return rows.view(n, self._page_size * codec.heads * codec.dim)
+
+
+def int8_bytes_per_token(layers: Iterable[Sequence[RowBuffer]]) -> int:
+    """Bytes of one token's records over all layers and buffers."""
+    return sum(
+        codec_for(buffer).record_bytes for buffers in layers for buffer in buffers
+    )
+
+
+def _check_budget(nbytes: int, free_bytes: int) -> None:
+    if nbytes + RESERVE_BYTES > free_bytes:
+        raise MemoryError(
+            f"--tiered-int8-gb: {_gib(nbytes)} of host memory asked, "
+            f"{_gib(free_bytes)} free ({_gib(RESERVE_BYTES)} of it kept back): lower "
+            "--tiered-int8-gb"
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.3f} GiB"

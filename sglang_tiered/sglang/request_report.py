@@ -1,0 +1,74 @@
+"""What became of a request's rows: ``meta_info["tiered"]`` of its last output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.scheduler_components.output_streamer import (
+    SchedulerOutputStreamer,
+)
+
+from sglang_tiered.memory.manager import TierManager
+from sglang_tiered.sglang import deployment
+
+KEY = "tiered"
+_ATTRIBUTE = "_sglang_tiered_report"
+
+
+def take_report(req: Any, manager: TierManager) -> None:
+    """Note the state of the request's rows; call right before they are given up."""
+    row, ledger, page = req.kv.req_pool_idx, manager.ledger, manager.page_size
+    rows = ledger.rows
+    before = getattr(req, _ATTRIBUTE, None) or {}
+    generated = max(0, int(rows.length[row] - rows.prompt[row]))
+    dropped = int(rows.dropped[row]) * page
+    exact = min(int(rows.exact_pages[row]) * page, int(rows.length[row]))
+    compressed = int(rows.compressed[row]) * page
+    setattr(
+        req,
+        _ATTRIBUTE,
+        {
+            "policy": manager.policy_of(row).name,
+            "streamed": bool(rows.streamed[row]) or before.get("streamed", False),
+            # Output after its first lossy step, rows recomputed since or not.
+            "inexact": rows.is_lossy(row) or before.get("inexact", False),
+            # Its first rows that are what an untiered server would have.
+            "exact_rows": exact,
+            "generated_rows": generated,
+            "compressed_rows": compressed,
+            "compressed_share": compressed / generated if generated else 0.0,
+            "dropped_rows": dropped,
+            "dropped_share": dropped / generated if generated else 0.0,
+            # sum(alpha * ||v||) over the dropped rows, layers and heads averaged.
+            "dropped_error": float(rows.dropped_error[row]),
+        },
+    )
+
+
+def output_streamer_class_hook(
+    original: Callable[..., type[SchedulerOutputStreamer]], scheduler: Any
+) -> type[SchedulerOutputStreamer]:
+    """AROUND ``Scheduler.get_output_streamer_class``."""
+    stock = original(scheduler)
+    if not deployment.is_enabled():
+        return stock
+
+    class TieredOutputStreamer(stock):  # type: ignore[misc, valid-type]
+        has_additional_customized_info = True
+
+        def should_build_additional_customized_info(self) -> bool:
+            return True
+
+        def build_additional_customized_info(
+            self, reqs: list[Any]
+        ) -> dict[str, list[Any]]:
+            reports = (getattr(req, _ATTRIBUTE, None) for req in reqs)
+            return {
+                KEY: [
+                    [report] if report is not None and req.finished() else []
+                    for req, report in zip(reqs, reports, strict=True)
+                ]
+            }
+
+    return TieredOutputStreamer
