@@ -1,11 +1,13 @@
 """No pressure: what the tiers cost when T0 is larger than the demand.
 
-A stock and a tiered server of the same T0 take turns. A run first asks twelve
-questions one after the other, each for one token, for the time to the first token; then
-eight at once for 128 tokens each, for the throughput.
+A stock server and two tiered ones of the same T0 take turns: one with the default
+policy, which keeps attention scores, and one that ranks by age and keeps none. A run
+first asks twelve questions one after the other, each for one token, for the time to the
+first token; then eight at once for 128 tokens each, for the throughput.
 
 Passes if the tiered server has, in medians over the runs, at least 0.98x the throughput
-and at most 1.03x the time to the first token, and moved no bytes.
+and at most 1.03x the time to the first token of stock, and moved no bytes; and if
+scores add at most 5 % to the time of the eight requests.
 
 Prints a table and writes `out/overhead/result.json`; exit code 0 if all pass, 1 if not,
 2 if a server failed.
@@ -38,7 +40,7 @@ QUICK_REPEATS = 2
 T0_TOKENS = 8192
 RECENT_WINDOW = 32
 
-STOCK, TIERED = "stock", "tiered"
+STOCK, TIERED, UNSCORED = "stock", "tiered", "tiered, no scores"
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,13 @@ def judge(results: dict[str, list[Run]]) -> list[Check]:
             at_most=True,
         ),
         Check("bytes moved", moved, 0, at_most=True),
+        Check(
+            "time with scores, of the time without",
+            median_of(results[UNSCORED], ROWS["throughput, tok/s"])
+            / median_of(results[TIERED], ROWS["throughput, tok/s"]),
+            1.05,
+            at_most=True,
+        ),
     ]
 
 
@@ -97,6 +106,7 @@ def run(model: Path, quick: bool, console: Console) -> int:
     flags = {
         STOCK: Flags(T0_TOKENS),
         TIERED: tiered(T0_TOKENS, RECENT_WINDOW),
+        UNSCORED: tiered(T0_TOKENS, RECENT_WINDOW, "--tiered-policy", "recency"),
     }
     results = measure(
         model,

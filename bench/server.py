@@ -57,12 +57,13 @@ class Flags:
     extra: tuple[str, ...] = ()
 
 
-def tiered(t0_tokens: int, recent_window: int) -> Flags:
-    """The flags of a tiered server; the host pool keeps its default size."""
+def tiered(t0_tokens: int, recent_window: int, *more: str) -> Flags:
+    """The flags of a tiered server, and `more`; the host pool keeps its default size."""
     extra = (
         *("--radix-cache-backend", "tiered"),
         *("--tiered-window-tokens", str(int(t0_tokens * WINDOW_PER_T0))),
         *("--tiered-recent-window", str(recent_window)),
+        *more,
     )
     return Flags(t0_tokens, extra)
 

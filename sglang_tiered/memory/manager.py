@@ -36,7 +36,12 @@ from sglang_tiered.memory.page_table import DROPPED, PageTable
 from sglang_tiered.memory.places import Places
 from sglang_tiered.memory.score_book import ScoreBook
 from sglang_tiered.policy.base import Candidates, Policy, Statistic, Tier
-from sglang_tiered.policy.protection import PageView, Protection, classify
+from sglang_tiered.policy.protection import (
+    PageView,
+    Protection,
+    classify,
+    unprotected_range,
+)
 from sglang_tiered.policy.ranking import demotion_order, promotion_order
 from sglang_tiered.policy.recency import Recency
 
@@ -466,8 +471,10 @@ class TierManager:
         dirty = ~ledger.has_copy(chosen)
         short = int(dirty.sum()) - ledger.host.available
         if short > 0:
-            stay = np.setdiff1d(ledger.in_t0(), chosen)
-            copies = stay[ledger.host_page[stay] >= 0]
+            stays = np.ones(len(ledger.live), dtype=bool)
+            stays[chosen] = False
+            pages = ledger.in_t0()
+            copies = pages[(ledger.host_page[pages] >= 0) & stays[pages]]
             ledger.drop_copies(copies[:short], self.epoch)
             fits = ~dirty | (np.cumsum(dirty) <= ledger.host.available)
             chosen = chosen[fits]
@@ -542,9 +549,11 @@ class TierManager:
         for row in batch.row[due].tolist():
             policy = self.policy_of(row)
             if policy.moves and (policy.is_lossy or policy.hbm_ratio is not None):
-                self._retier_request(row, policy)
+                self.retier_request(row, policy)
 
-    def _retier_request(self, row: int, policy: Policy) -> None:
+    def retier_request(self, row: int, policy: Policy) -> None:
+        """Move the unprotected generated pages of the request in ``row`` to where
+        ``policy`` wants them, as far as there is room. Between forwards only."""
         ledger = self.ledger
         pages = self._candidates(row)
         if not len(pages):
@@ -568,14 +577,18 @@ class TierManager:
         """Unprotected generated pages of the request in ``row`` that have bytes, by
         position: virtual pages, int64 [n]."""
         ledger = self.ledger
-        pages = np.flatnonzero((ledger.owner == row) & ledger.private & ~ledger.dropped)
-        pages = pages[ledger.born[pages] <= self.mover.done_epoch]
-        pages = pages[np.argsort(ledger.index[pages])]
-        _, protection = self._rank(pages)
-        free = (protection == Protection.UNPROTECTED) | (
-            protection == Protection.SETTLING
+        first, end = unprotected_range(
+            int(ledger.rows.prompt[row]),
+            int(ledger.rows.length[row]),
+            page_size=self.page_size,
+            sink_tokens=self.rules.sink_tokens,
+            recent_window=self.rules.recent_window,
         )
-        return pages[free]
+        pages = np.flatnonzero((ledger.owner == row) & ~ledger.dropped)
+        index = ledger.index[pages]
+        free = (index >= first) & (index < end)
+        free &= ledger.born[pages] <= self.mover.done_epoch
+        return pages[free][np.argsort(index[free])]
 
     def _describe(self, row: int, pages: np.ndarray, policy: Policy) -> Candidates:
         ledger, needs = self.ledger, policy.needs

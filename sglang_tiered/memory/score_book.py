@@ -54,9 +54,10 @@ class ScoreBook:
     def page_means(self, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean score and mean steps of the tokens of ``pages`` (int64 [n]), every
         one of which has been written: float32 [n] each."""
-        return self._of(pages, self.score).mean(axis=1), self._of(
-            pages, self.steps
-        ).mean(axis=1)
+        if self.page_size == 1:
+            return self.score[pages], self.steps[pages]
+        score, steps = self._of(pages, self.score), self._of(pages, self.steps)
+        return score.mean(axis=1), steps.mean(axis=1)
 
     def per_step(self, pages: np.ndarray) -> np.ndarray:
         """Score per scored step, 0 for a row that has seen none, averaged over the

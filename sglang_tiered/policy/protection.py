@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
 class Protection(IntEnum):
@@ -48,6 +51,21 @@ class PageView:
     promoted: np.ndarray  # int64: forward of its last promotion, 0 = never
 
 
+def unprotected_range(
+    prompt: Count,
+    length: Count,
+    *,
+    page_size: int,
+    sink_tokens: int,
+    recent_window: int,
+) -> tuple[Count, Count]:
+    """The pages of a request that nothing protects: from the first whole page behind
+    prompt and sinks to the last one before the recent window, as page numbers
+    [first, end); none if ``end <= first``. Numbers or int64 arrays [n]."""
+    first = -(-(prompt + sink_tokens) // page_size)
+    return first, (length - recent_window) // page_size
+
+
 def classify(
     view: PageView,
     *,
@@ -60,10 +78,16 @@ def classify(
 
     ``settled_before``: pages promoted at or after this forward are settling.
     """
-    start = view.index * page_size
+    first, end = unprotected_range(
+        view.prompt,
+        view.length,
+        page_size=page_size,
+        sink_tokens=sink_tokens,
+        recent_window=recent_window,
+    )
     reasoning = view.read & view.generated
-    sink = view.private & (start < view.prompt + sink_tokens)
-    recent = view.private & (start + page_size > view.length - recent_window)
+    sink = view.private & (view.index < first)
+    recent = view.private & (view.index >= end)
     settling = (view.promoted > 0) & (view.promoted >= settled_before)
     return np.select(
         [
