@@ -58,7 +58,7 @@ class Flags:
 
 
 def tiered(t0_tokens: int, recent_window: int, *more: str) -> Flags:
-    """The flags of a tiered server, and `more`; the host pool keeps its default size."""
+    """The flags of a tiered server, and `more`; the host pool has its default size."""
     extra = (
         *("--radix-cache-backend", "tiered"),
         *("--tiered-window-tokens", str(int(t0_tokens * WINDOW_PER_T0))),

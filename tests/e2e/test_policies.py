@@ -82,6 +82,19 @@ def test_nor_does_full_when_t0_holds_a_part(
     assert before.since()["requests streamed=yes"] > 0
 
 
+def test_a_ratio_sends_rows_away_from_t0_that_has_room(
+    server: ServerUnderTest, reference: Reference
+) -> None:
+    asks = asking(first_turn(44, 2, 200), policy="hierarchy", hbm_ratio=0.3)
+    assert demand(asks) < TIERS.t0
+    server.flush_cache()
+    before = Moves(server)
+    run_identical(server, reference, asks)
+    moves = before.since()
+    assert moves["requests streamed=yes"] == len(asks)
+    assert moves["demoted_tokens"] > 0
+
+
 def test_the_report_of_an_exact_request_is_clean(server: ServerUnderTest) -> None:
     ask = Ask(tokens(random.Random(1), 30), 100, tiered={"policy": "hierarchy"})
     report = ask_one(server, ask).report
