@@ -533,6 +533,12 @@ def resolve_sizes(
     Raises ConfigError when the sizes cannot work together.
     """
     host, window = _FLAG_OF["host_gb"], _FLAG_OF["window_tokens"]
+    layers = _FLAG_OF["score_layers"]
+    if config.score_layers > num_layers:
+        raise ConfigError(
+            f"{layers.cli} {config.score_layers}: the model has {num_layers} layers; "
+            f"fix: lower it, for example {layers.cli} 1"
+        )
     t0_pages = t0_tokens // page_size
     _check_t0(config, t0_tokens, t0_pages, page_size)
 

@@ -9,7 +9,8 @@ table. Protocol of one scheduler iteration:
   2. ``begin_forward`` right before the forward: every page that the batch reads
      is in T0 or in the window from here on;
   3. ``end_forward`` once it is over: its pages may be copied out, its quarantined
-     slots reused; then promotions and, in ratio mode, re-tiering.
+     slots reused; then the requests whose turn it is are re-tiered, and rows return
+     to T0 where it has room.
 
 Capacity: ``virtual ids = T0 pages + host pages + int8 pages``, of which exact pages
 take at most ``T0 pages + host pages`` (``ledger.available``). As long as that leaves

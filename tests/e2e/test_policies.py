@@ -95,8 +95,12 @@ def test_a_ratio_sends_rows_away_from_t0_that_has_room(
     assert moves["demoted_tokens"] > 0
 
 
-def test_the_report_of_an_exact_request_is_clean(server: ServerUnderTest) -> None:
-    ask = Ask(tokens(random.Random(1), 30), 100, tiered={"policy": "hierarchy"})
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_report_of_an_exact_request_is_clean(
+    server: ServerUnderTest, stream: bool
+) -> None:
+    wish = {"policy": "hierarchy"}
+    ask = Ask(tokens(random.Random(1), 30), 100, tiered=wish, stream=stream)
     report = ask_one(server, ask).report
     assert report is not None
     assert (report["policy"], report["inexact"]) == ("hierarchy", False)

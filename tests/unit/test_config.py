@@ -205,6 +205,54 @@ def test_whole_pages_are_not_worth_a_note():
     assert rounding_notes(TieredConfig(window_tokens=96), 992, 16) == []
 
 
+def test_no_more_layers_are_skipped_than_there_are():
+    with pytest.raises(ConfigError, match=r"--tiered-score-layers 9: .* 8 layers"):
+        sizes(TieredConfig(score_layers=9), layers=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"compress_ratio": 0.2}, "--tiered-compress-ratio 0.2: there is no int8 tier"),
+        ({"request_compress": 0.2}, "--tiered-request-compress 0.2: there is no int8"),
+        ({"int8_gb": 1}, "--tiered-int8-gb 1: nothing would use it"),
+        (
+            {"policy": "h2o"},
+            "--tiered-policy: policy h2o: the setting budget is missing",
+        ),
+        (
+            {"policy": "h2o", "budget": 0.5, "request_evict": 0.1},
+            "--tiered-request-evict 0.1: less than what the server's own policy takes",
+        ),
+        ({"budget": 0.5}, "policy hierarchy: no such setting 'budget'"),
+        ({"policy": "belady"}, "--tiered-policy belady: must be one of full, h2o"),
+    ],
+)
+def test_lossy_settings_that_do_not_go_together_are_refused(settings, text):
+    with pytest.raises(ConfigError) as caught:
+        TieredConfig(**settings)
+    assert text in str(caught.value)
+    assert "fix: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_are_kept_where_a_policy_may_read_them():
+    assert TieredConfig().feeds_scores
+    assert not TieredConfig(policy="recency").feeds_scores
+    assert TieredConfig(policy="recency", request_evict=0.5).feeds_scores
+
+
+def test_an_int8_pool_smaller_than_a_page_is_refused():
+    config = TieredConfig(int8_gb=1e-6, compress_ratio=0.5)
+    with pytest.raises(ConfigError, match=r"--tiered-int8-gb 1e-06: holds no page"):
+        sizes(config, page=16, row=1024)
+
+
+def test_the_int8_size_is_gib_rounded_down_to_pages():
+    got = sizes(TieredConfig(int8_gb=1, compress_ratio=0.5), page=16, row=1000)
+    assert got.int8_pages == GIB // (16 * 250)
+
+
 def test_v_is_t0_plus_both_host_tiers_without_the_window():
     sizes = Sizes(t0_pages=10, window_pages=5, host_pages=40, int8_pages=7)
     assert sizes.virtual_pages == 57
