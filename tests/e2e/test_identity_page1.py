@@ -40,7 +40,7 @@ FLAGS = (
 LOADS = {1: 3, 2: 6, 4: 12, 8: 24}
 # Tokens before the first request goes away: at once, or when its rows have left T0.
 EARLIEST = {1: 1, 2: 1, 4: 100, 8: 100}
-# Called by a launcher or the HTTP server, which have no metrics, or in other files' tests.
+# Called where there are no metrics, or in other files' tests.
 CALLED_ELSEWHERE = (
     "ServerArgs.",
     "SamplingParams.",
