@@ -27,6 +27,8 @@ TEST_ENV = ENV_PREFIX + "TEST"
 TEST_SWITCHES = frozenset({"poison", "skip-fill", "audit"})
 
 _GIB = 1 << 30
+# 1 - 0.7 is more than 0.3 in binary; a user means the same.
+SHARE_ROUNDING = 1e-9
 # Without --tiered-host-gb: this many times T0, and at most this share of free memory.
 _DEFAULT_HOST_TO_T0 = 4
 _DEFAULT_HOST_FREE_SHARE = 0.5
@@ -445,7 +447,7 @@ class TieredConfig:
             ("request_compress", self.request_compress, policy.compress_share),
             ("request_evict", self.request_evict, policy.evict_share),
         ):
-            if most is not None and most < least:
+            if most is not None and most < least - SHARE_ROUNDING:
                 raise ConfigError(
                     f"{_FLAG_OF[name].cli} {most:g}: less than what the server's own "
                     f"policy takes ({least:g}); fix: raise it, or leave it out"
@@ -544,7 +546,8 @@ def resolve_sizes(
 
     page_bytes = page_size * bytes_per_token
     if config.host_gb is None:
-        host_bytes = int(free_host_bytes * _DEFAULT_HOST_FREE_SHARE)
+        left = max(0.0, free_host_bytes - config.int8_gb * _GIB)
+        host_bytes = int(left * _DEFAULT_HOST_FREE_SHARE)
         host_pages = min(_DEFAULT_HOST_TO_T0 * t0_pages, host_bytes // page_bytes)
     else:
         host_pages = int(config.host_gb * _GIB) // page_bytes

@@ -62,13 +62,13 @@ class TieredCpuAttnBackend(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._layer = layer.layer_id
+        self._begin_layer(layer)
         return super().forward_extend(q, k, v, layer, *args, **kwargs)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        self._layer = layer.layer_id
+        self._begin_layer(layer)
         return super().forward_decode(q, k, v, layer, *args, **kwargs)
 
     def _run_sdpa_forward_extend(
@@ -137,13 +137,22 @@ class TieredCpuAttnBackend(TorchNativeAttnBackend):
         self._end_layer()
         return output
 
+    def _begin_layer(self, layer: Any) -> None:
+        self._layer = layer.layer_id
+        # A layer with a sliding window does not look at most rows: it says nothing.
+        self._looks_at_all = layer.sliding_window_size in (None, -1)
+
     def _watched(
         self, k: Any, query: Any, scaling: float, query_lens: Any | None = None
     ) -> _Rows:
         """The key buffer ``k``; if this layer is scored, one that also shows each
         request's keys to the scores. ``query_lens``: the rows of ``query`` that each
         request has, None for one each."""
-        if self._scores is None or not self._scores.wants(self._layer):
+        if (
+            self._scores is None
+            or not self._looks_at_all
+            or not self._scores.wants(self._layer)
+        ):
             return _Rows(k)
         if query_lens is not None:
             query = query[query_lens.cumsum(0) - 1]

@@ -107,6 +107,7 @@ class ForwardScores:
         self._ids = ids[scored][kept[scored]].long()
         self._sum = torch.zeros(len(self._ids))
         totals = torch.split(self._sum, kept[scored].sum(dim=1).tolist())
+        self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._totals = dict(zip(scored.tolist(), totals, strict=True))
 
     def wants(self, layer: int) -> bool:
@@ -116,7 +117,6 @@ class ForwardScores:
     def begin_layer(self, query: torch.Tensor, kv_heads: int, scale: float) -> None:
         """A scored layer begins. ``query``: [b, query heads, d], one per request."""
         self._heads = scaled_heads(query, kv_heads, scale)
-        self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, request: int, keys: torch.Tensor) -> None:
         """``keys``: [l, kv heads, d], all that ``request`` attends to in this layer;

@@ -32,7 +32,7 @@ class Int8Pool:
         self.nbytes = (
             int8_pages * layout.page_size * int8_bytes_per_token(layout.layers)
         )
-        _check_budget(self.nbytes, free_host_bytes())
+        check_int8_budget(self.nbytes, free_host_bytes())
         self._page_size = layout.page_size
         self._codecs: dict[tuple[int, str], Int8Rows] = {}
         self._records: dict[tuple[int, str], torch.Tensor] = {}
@@ -86,7 +86,8 @@ def int8_bytes_per_token(layers: Iterable[Sequence[RowBuffer]]) -> int:
     )
 
 
-def _check_budget(nbytes: int, free_bytes: int) -> None:
+def check_int8_budget(nbytes: int, free_bytes: int) -> None:
+    """Raise MemoryError unless a pool fits in `free_bytes` less a reserve."""
     if nbytes + RESERVE_BYTES > free_bytes:
         raise MemoryError(
             f"--tiered-int8-gb: {_gib(nbytes)} of host memory asked, "

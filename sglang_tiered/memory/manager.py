@@ -84,7 +84,8 @@ class Statistics(Protocol):
 @dataclass(frozen=True)
 class TierRules:
     """What holds for every request. Tokens, except ``retier_interval`` (decode steps of
-    a request) and ``score_interval`` (forwards between two that feed the scores)."""
+    a request) and ``score_interval`` (its decode steps from one that feeds the scores
+    to the next)."""
 
     sink_tokens: int = 4
     recent_window: int = 128
@@ -218,9 +219,12 @@ class TierManager:
         need = n - self.ledger.t0.available
         if need <= 0 or self._demote_for(need):
             return True
-        if not self.ledger.int8.used:
+        unread, read = self._movable()
+        window = max(0, self.ledger.window.available - self.ledger.unplaced)
+        if not self.ledger.int8.used or unread + min(read, window) < need:
             return False
-        # Lossy pages in T0 crowd out exact ones that have no host page to go to.
+        # Pages could move, but for exact ones there is no host page: lossy pages in T0
+        # crowd them out.
         self.reclaim(need)
         need = n - self.ledger.t0.available
         return need <= 0 or self._demote_for(need)
@@ -260,6 +264,7 @@ class TierManager:
     def start_request(self, row: int, policy: Policy | None, seed: int) -> None:
         """A request has begun to use ``row``; None: the server's policy."""
         self._seeds[row] = seed
+        self._own_policy.pop(row, None)
         if policy is not None:
             self._own_policy[row] = policy
 
@@ -315,7 +320,8 @@ class TierManager:
     def end_forward(self, batch: BatchRows) -> None:
         """The forward is over (or, with a device, its events are recorded)."""
         self.mover.end_forward()
-        for pool in (self.ledger.t0, self.ledger.host, self.ledger.window):
+        ledger = self.ledger
+        for pool in (ledger.t0, ledger.host, ledger.window, ledger.int8):
             pool.retire(self.mover.done_epoch)
         if batch.decode.any():
             self.ledger.rows.steps[batch.row[batch.decode]] += 1
@@ -341,10 +347,10 @@ class TierManager:
         self.ledger.born[pages] = self.epoch + 1
 
     def _choose_scored(self, batch: BatchRows) -> None:
-        """Which queries of the forward feed the scores: decode steps, one forward in
-        ``score_interval``."""
-        due = (self.epoch + 1) % self.rules.score_interval == 0
-        self.scores.lanes = batch.decode & due
+        """Which queries of the forward feed the scores: decode steps, of each request
+        every ``score_interval``-th, whatever its neighbours do."""
+        step = self.ledger.rows.steps[batch.row] + 1
+        self.scores.lanes = batch.decode & (step % self.rules.score_interval == 0)
 
     def _place_unplaced(self) -> None:
         ledger = self.ledger
@@ -539,6 +545,7 @@ class TierManager:
     def _by_ratio(self, pages: np.ndarray) -> np.ndarray:
         """bool [n]: the page's request keeps a fixed share of its pages in T0."""
         rows = np.unique(self.ledger.owner[pages])
+        rows = rows[rows >= 0]
         fixed = [row for row in rows if self.policy_of(row).hbm_ratio is not None]
         return np.isin(self.ledger.owner[pages], fixed)
 
@@ -641,10 +648,12 @@ class TierManager:
         self.counters.dropped += len(pages)
 
     def _compress(self, pages: np.ndarray) -> None:
-        """As many of ``pages`` as the int8 pool and the window can take; those that
-        were compressed before stay as they are."""
+        """As many of ``pages`` as the int8 pool and the window can take, lowest scores
+        first; those that were compressed before stay as they are."""
         ledger = self.ledger
-        pages = pages[~ledger.is_lossy(pages)][: ledger.int8.available]
+        pages = pages[~ledger.is_lossy(pages)]
+        pages = pages[np.argsort(self.scores.page_means(pages)[0], kind="stable")]
+        pages = pages[: ledger.int8.available]
         entering = ledger.window_page[pages] < 0
         window = max(0, ledger.window.available - ledger.unplaced)
         pages = pages[~entering | (np.cumsum(entering) <= window)]

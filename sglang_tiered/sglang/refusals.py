@@ -139,6 +139,10 @@ ENVIRONMENT_ROWS: dict[str, tuple[Callable[[str], bool], str]] = {
         lambda value: value.lower() in _TRUE,
         "in the HND layout a token's row is not one piece of memory",
     ),
+    "SGLANG_RUST_SERVER": (
+        lambda value: value.lower() in _TRUE,
+        "it cannot carry what becomes of a request's rows",
+    ),
     "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": (
         lambda value: True,
         "it allocates the KV pool's memory elsewhere",

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.runtime_context import get_memory
 
-from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
+from sglang_tiered.config import RADIX_CACHE_BACKEND, SHARE_ROUNDING, TieredConfig
 from sglang_tiered.policy.base import Policy, Statistic
 from sglang_tiered.policy.recency import Recency
 from sglang_tiered.policy.registry import make_policy
@@ -46,6 +46,8 @@ def policy_asked_for(
 ) -> Policy | None:
     """The policy that a request asks for, None if it asks for nothing. Raises
     ValueError, in one line for the client."""
+    if custom_params is not None and not isinstance(custom_params, Mapping):
+        raise ValueError("custom_params: must be an object")
     asked = (custom_params or {}).get(KEY)
     if asked is None:
         return None
@@ -61,7 +63,7 @@ def policy_asked_for(
         (policy.compress_share, config.most_compress, "--tiered-request-compress"),
         (policy.evict_share, config.most_evict, "--tiered-request-evict"),
     ):
-        if share > most:
+        if share > most + SHARE_ROUNDING:
             raise ValueError(
                 f"{KEY}: policy {name} with these settings asks for a share of "
                 f"{share:g}; this server allows {most:g} ({flag})"
@@ -79,7 +81,7 @@ def policy_of(req: Any, default: Policy) -> Policy | None:
     outlive the request, so they stay exact."""
     asked = policy_asked_for(req.sampling_params.custom_params, _config())
     policy = default if asked is None else asked
-    if req.session is not None and policy.is_lossy:
+    if req.session is not None and req.session.streaming and policy.is_lossy:
         return Recency(hbm_ratio=policy.hbm_ratio)
     return asked
 

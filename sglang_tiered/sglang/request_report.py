@@ -22,9 +22,13 @@ def take_report(req: Any, manager: TierManager) -> None:
     rows = ledger.rows
     before = getattr(req, _ATTRIBUTE, None) or {}
     generated = max(0, int(rows.length[row] - rows.prompt[row]))
-    dropped = int(rows.dropped[row]) * page
+    # A retracted request has its rows computed anew; what it answered before that came
+    # from those it had.
+    dropped = max(int(rows.dropped[row]) * page, before.get("dropped_rows", 0))
+    error = float(rows.dropped_error[row]) + before.get("dropped_error", 0.0)
     exact = min(int(rows.exact_pages[row]) * page, int(rows.length[row]))
     compressed = int(rows.compressed[row]) * page
+    compressed = max(compressed, before.get("compressed_rows", 0))
     setattr(
         req,
         _ATTRIBUTE,
@@ -41,7 +45,7 @@ def take_report(req: Any, manager: TierManager) -> None:
             "dropped_rows": dropped,
             "dropped_share": dropped / generated if generated else 0.0,
             # sum(alpha * ||v||) over the dropped rows, layers and heads averaged.
-            "dropped_error": float(rows.dropped_error[row]),
+            "dropped_error": error,
         },
     )
 

@@ -14,6 +14,7 @@ from sglang.srt.arg_groups.overrides import (
 
 from sglang_tiered.config import RADIX_CACHE_BACKEND, ConfigError, TieredConfig
 from sglang_tiered.memory.host_pool import check_host_budget, free_host_bytes
+from sglang_tiered.memory.int8_pool import check_int8_budget
 from sglang_tiered.sglang import refusals
 from sglang_tiered.sglang.server_args import report
 
@@ -43,10 +44,13 @@ def _check(server_args: Any, *, resolved: bool) -> None:
     cfg = resolving_view(server_args)
     try:
         config = TieredConfig.from_env(os.environ)
-        if config.host_gb is not None:
-            # The pool checks again when it is built; here it is one line, not the
-            # traceback of a child process.
-            check_host_budget(int(config.host_gb * 2**30), 1, free_host_bytes())
+        # The pools check again when they are built; here it is one line, not the
+        # traceback of a child process.
+        free, host = free_host_bytes(), int((config.host_gb or 0) * 2**30)
+        if host:
+            check_host_budget(host, 1, free)
+        if config.int8_gb:
+            check_int8_budget(int(config.int8_gb * 2**30), free - host)
         refusals.check_server_args(cfg, os.environ, resolved=resolved)
         if cfg.device == "cuda":
             raise refusals.Refusal(

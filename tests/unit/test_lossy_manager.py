@@ -78,6 +78,47 @@ def test_rounding_stops_where_the_int8_pool_ends(
     assert pool.ledger.int8.available == 0
 
 
+def test_int8_pages_come_back(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(policy=Hierarchy(compress_ratio=1.0))
+    mine = generate(pool, 1, PROMPT, 24)
+    assert pool.ledger.int8.available == 0
+    pool.manager.release(mine)
+    pool.request(2, 1, 1)
+    assert pool.ledger.int8.available == pool.ledger.int8.count
+
+
+def test_a_short_int8_pool_takes_the_lowest_scores(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(policy=Recency())
+    mine = generate(pool, 1, PROMPT, 20)
+    scores = pool.manager.scores
+    scores.score[mine] = np.arange(len(mine))[::-1]
+    pool.manager.retier_request(1, Hierarchy(compress_ratio=0.75))
+    lossy = np.flatnonzero(pool.ledger.is_lossy(mine))
+    assert len(lossy) == pool.ledger.int8.count
+    assert lossy.tolist() == list(range(len(mine) - 2 - 8, len(mine) - 2))
+
+
+def test_nobody_who_waits_loses_rows_because_the_window_is_full(
+    make_pool: Callable[..., Pool],
+) -> None:
+    """Evicting would not help: the pages have host pages to go to, and no way back."""
+    pool = make_pool(policy=Hierarchy(compress_ratio=0.2))
+    reclaimed: list[int] = []
+    pool.manager.reclaim = reclaimed.append
+    generate(pool, 1, PROMPT, 12)
+    while pool.ledger.window.available:
+        assert pool.manager._demote_for(1, slack=False)
+        assert pool.manager.make_room(1)
+        pool.decode(1)
+    while pool.ledger.t0.available:
+        pool.decode(1)
+    assert pool.ledger.int8.used
+    assert not pool.manager.make_room(1)
+    assert not reclaimed
+
+
 def test_rounding_stops_where_the_window_ends() -> None:
     pool = Pool(
         t0=32,
@@ -155,15 +196,16 @@ def test_decode_steps_are_scored_and_prompts_are_not(
     assert pool.manager.scores.lanes.tolist() == [True]
 
 
-def test_every_nth_forward_is_scored() -> None:
-    rules = TierRules(sink_tokens=2, recent_window=2, score_interval=3)
+def test_every_nth_step_of_a_request_is_scored_whatever_runs_beside_it() -> None:
+    rules = TierRules(sink_tokens=2, recent_window=2, score_interval=2)
     pool = Pool(t0=32, window=16, rules=rules, policy=Hierarchy())
     pool.request(1, 4, 4)
     scored = []
-    for _ in range(6):
+    for row in range(2, 6):
         pool.decode(1)
         scored.append(bool(pool.manager.scores.lanes.any()))
-    assert sum(scored) == 2
+        pool.request(row, 1, 1)
+    assert scored == [False, True, False, True]
     pool.close()
 
 

@@ -156,6 +156,39 @@ def test_a_request_can_be_lossy_on_an_exact_server(
     assert exact._sglang_tiered_report["dropped_rows"] == 0
 
 
+def test_a_share_is_compared_as_it_was_typed() -> None:
+    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.sglang.request_control import policy_asked_for
+
+    config = TieredConfig(request_evict=0.3)
+    wish = {"tiered": {"policy": "h2o", "budget": 0.7}}
+    assert policy_asked_for(wish, config) is not None
+
+
+@pytest.mark.parametrize("custom_params", ["x", [1], 3])
+def test_custom_params_that_are_no_object_are_refused(custom_params: Any) -> None:
+    from sglang_tiered.config import TieredConfig
+    from sglang_tiered.sglang.request_control import policy_asked_for
+
+    with pytest.raises(ValueError, match="must be an object"):
+        policy_asked_for(custom_params, TieredConfig())
+
+
+def test_a_retracted_request_still_reports_what_it_lost(
+    make_server: Callable[..., Server],
+) -> None:
+    server = make_server(Streaming(budget=0.5))
+    req = server.request(PROMPT, 30, "lossy")
+    server.request([9, 9], 40, "other")
+    while len(req.output_ids) < 28:
+        server.step()
+    server.retract(req)
+    server.run()
+    report = req._sglang_tiered_report
+    assert report["inexact"]
+    assert report["dropped_rows"] > 0
+
+
 def test_a_wish_that_nobody_checked_is_not_granted(
     make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
 ) -> None:
