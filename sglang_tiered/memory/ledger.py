@@ -200,12 +200,7 @@ class Ledger:
         if (self.readers[pages] > self.private[pages]).any() or self.parks[pages].any():
             raise RuntimeError("virtual pages freed while a request reads them")
         self._count(pages, -1)
-        slots = self._take(self.t0_page, pages)
-        self.at_t0[slots] = 0
-        self.t0.free(slots)
-        self.host.free(self._take(self.host_page, pages), epoch)
-        self.int8.free(self._take(self.int8_page, pages), epoch)
-        self._leave_window(pages, epoch)
+        slots = self._free_places(pages, epoch)
         self.live[pages] = False
         self.private[pages] = False
         self.dropped[pages] = False
@@ -299,9 +294,7 @@ class Ledger:
         dirty = pages[~self.has_copy(pages)]
         self.host_page[dirty] = self.host.alloc(len(dirty))
         copies = Copies(self.t0_page[dirty], self.host_page[dirty])
-        slots = self._take(self.t0_page, pages)
-        self.at_t0[slots] = 0
-        self.t0.free(slots)
+        self._leave_t0(pages)
         self._enter_window(pages[self.readers[pages] > 0])
         self._count(pages, 1)
         return copies
@@ -333,9 +326,7 @@ class Ledger:
         self._count(pages, -1)
         int8_pages = self.int8.alloc(len(pages))
         self.int8_page[pages] = int8_pages
-        slots = self._take(self.t0_page, pages)
-        self.at_t0[slots] = 0
-        self.t0.free(slots)
+        self._leave_t0(pages)
         self.host.free(self._take(self.host_page, pages), epoch)
         read = self.readers[pages] > 0
         self._enter_window(pages[read & (self.window_page[pages] < 0)])
@@ -353,12 +344,7 @@ class Ledger:
         if (~self.private[pages] | self.dropped[pages]).any():
             raise RuntimeError("only private pages can be dropped, and only once")
         self._count(pages, -1)
-        slots = self._take(self.t0_page, pages)
-        self.at_t0[slots] = 0
-        self.t0.free(slots)
-        self.host.free(self._take(self.host_page, pages), epoch)
-        self.int8.free(self._take(self.int8_page, pages), epoch)
-        self._leave_window(pages, epoch)
+        slots = self._free_places(pages, epoch)
         self.dropped[pages] = True
         self._count(pages, 1)
         rows = self.owner[pages]
@@ -435,6 +421,20 @@ class Ledger:
         slots = table[pages]
         table[pages] = NONE
         return slots[slots >= 0]
+
+    def _free_places(self, pages: np.ndarray, epoch: int) -> np.ndarray:
+        """Every tier forgets ``pages``. Returns the T0 pages that became free."""
+        slots = self._leave_t0(pages)
+        self.host.free(self._take(self.host_page, pages), epoch)
+        self.int8.free(self._take(self.int8_page, pages), epoch)
+        self._leave_window(pages, epoch)
+        return slots
+
+    def _leave_t0(self, pages: np.ndarray) -> np.ndarray:
+        slots = self._take(self.t0_page, pages)
+        self.at_t0[slots] = 0
+        self.t0.free(slots)
+        return slots
 
     def _enter_window(self, pages: np.ndarray) -> None:
         self.window_version += 1
