@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -49,15 +49,26 @@ def demo_model(cache_dir: Path | None = None) -> Path:
                 "Fix: give the folder of a Hugging Face model."
             )
         return folder.resolve()
+    return cached_model(NAME, lambda into: _extract(_download(into), into), cache_dir)
+
+
+def cached_model(
+    name: str, fetch: Callable[[Path], Path], cache_dir: Path | None
+) -> Path:
+    """Return the folder of the model `name` in the cache, making it first where it is
+    not there yet: `fetch(folder)` puts a GGUF file into `folder` and returns it.
+
+    Raises `ModelError`.
+    """
     cache = cache_dir or _user_cache() / "sglang-tiered"
-    folder = cache / NAME
+    folder = cache / name
     if folder.is_dir():
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{NAME}.lock"):
+        with _locked(cache / f"{name}.lock"):
             if not folder.is_dir():
-                _make(folder)
+                _make(folder, fetch)
     except (OSError, zipfile.BadZipFile) as error:
         raise ModelError(f"cannot make {folder}: {error}") from error
     return folder
@@ -74,14 +85,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make(folder: Path) -> None:
+def _make(folder: Path, fetch: Callable[[Path], Path]) -> None:
     partial = folder.with_name(f"{folder.name}.partial")
     # What a killed run left; the lock says that nobody is working in it.
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        gguf = _extract(_download(partial), partial)
-        _convert(gguf, partial / "model")
+        _convert(fetch(partial), partial / "model")
         (partial / "model").rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

