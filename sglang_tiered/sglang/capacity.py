@@ -14,11 +14,12 @@ from typing import Any
 
 from sglang.srt.runtime_context import attention_backends, get_parallel, get_schedule
 
-from sglang_tiered.config import TieredConfig, resolve_sizes, rounding_notes
+from sglang_tiered.config import TieredConfig
 from sglang_tiered.memory.host_pool import free_host_bytes
 from sglang_tiered.memory.int8_pool import int8_bytes_per_token
 from sglang_tiered.memory.layout import PoolLayout, RowBuffer
 from sglang_tiered.sglang import deployment, refusals
+from sglang_tiered.sizes import resolve_sizes, rounding_notes
 
 logger = logging.getLogger(__name__)
 

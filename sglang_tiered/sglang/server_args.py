@@ -1,6 +1,6 @@
 """The ``--tiered-*`` flags on SGLang's own launchers.
 
-Two hooks. ``add_cli_args_hook`` adds one argument per entry of ``config.FLAGS`` to
+Two hooks. ``add_cli_args_hook`` adds one argument per entry of ``FLAGS`` to
 SGLang's parser; ``--config file.yaml`` works through the same parser.
 ``from_cli_args_hook`` runs when the command line has been parsed: it checks the
 settings and writes them to the environment, where every process reads them.
@@ -18,12 +18,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from sglang_tiered.config import (
-    FLAGS,
-    RADIX_CACHE_BACKEND,
-    ConfigError,
-    TieredConfig,
-)
+from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
+from sglang_tiered.flags import FLAGS, ConfigError
 
 BACKEND_FLAG = f"--radix-cache-backend {RADIX_CACHE_BACKEND}"
 

@@ -12,7 +12,8 @@ from sglang.srt.arg_groups.overrides import (
     resolving_view,
 )
 
-from sglang_tiered.config import RADIX_CACHE_BACKEND, ConfigError, TieredConfig
+from sglang_tiered.config import RADIX_CACHE_BACKEND, TieredConfig
+from sglang_tiered.flags import ConfigError
 from sglang_tiered.memory.host_pool import check_host_budget, free_host_bytes
 from sglang_tiered.memory.int8_pool import check_int8_budget
 from sglang_tiered.sglang import refusals

@@ -5,7 +5,7 @@ import sglang.cli.serve
 
 from sglang_tiered import __version__
 from sglang_tiered.cli.main import main
-from sglang_tiered.config import FLAGS
+from sglang_tiered.flags import FLAGS
 
 ADDED = ["--radix-cache-backend", "tiered", "--cuda-graph-backend-decode", "disabled"]
 

@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_tiered.config import FLAGS
+from sglang_tiered.flags import FLAGS
 from sglang_tiered.sglang import server_args
 
 TIERED = ["--radix-cache-backend", "tiered"]
