@@ -106,6 +106,7 @@ class ForwardScores:
         scored = np.flatnonzero(lanes)
         self._ids = ids[scored][kept[scored]].long()
         self._sum = torch.zeros(len(self._ids))
+        self._scored_layers = 0
         totals = torch.split(self._sum, kept[scored].sum(dim=1).tolist())
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._totals = dict(zip(scored.tolist(), totals, strict=True))
@@ -131,6 +132,8 @@ class ForwardScores:
         if not self.wants(layer):
             return
         seen, self._seen = self._seen, []
+        # A layer that does not look at every row has shown nothing.
+        self._scored_layers += bool(seen)
 
         def score() -> None:
             for total, heads, keys in seen:
@@ -144,6 +147,8 @@ class ForwardScores:
 
     def _enter(self) -> None:
         book = self._feed.book
-        mean = self._sum / self._feed.scored_layers
+        if not self._scored_layers:
+            return
+        mean = self._sum / self._scored_layers
         torch.from_numpy(book.score).index_add_(0, self._ids, mean)
         torch.from_numpy(book.steps).index_add_(0, self._ids, torch.ones_like(mean))

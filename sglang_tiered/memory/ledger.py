@@ -65,7 +65,8 @@ class RowTable:
         self.streamed = np.zeros(max_rows, dtype=bool)  # ever read the window
         self.compressed = np.zeros(max_rows, dtype=np.int64)  # pages ever in T2
         self.dropped = np.zeros(max_rows, dtype=np.int64)  # pages in T3
-        # The paper's bound on what dropping them costs, before its factor of 2.
+        # An estimate of the paper's bound on what dropping them costs, before its
+        # factor of 2: sum(alpha * ||v||), both means over layers and heads.
         self.dropped_error = np.zeros(max_rows, dtype=np.float64)
         # Page from which on the row is inexact: its lowest page ever in T2 or T3.
         self.exact_pages = np.full(max_rows, UNLIMITED, dtype=np.int64)

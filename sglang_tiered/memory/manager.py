@@ -220,8 +220,8 @@ class TierManager:
         if need <= 0 or self._demote_for(need):
             return True
         unread, read = self._movable()
-        window = max(0, self.ledger.window.available - self.ledger.unplaced)
-        if not self.ledger.int8.used or unread + min(read, window) < need:
+        movable = unread + min(read, self._free_window())
+        if not self.ledger.int8.used or movable < need:
             return False
         # Pages could move, but for exact ones there is no host page: lossy pages in T0
         # crowd them out.
@@ -276,6 +276,20 @@ class TierManager:
 
     def policy_of(self, row: int) -> Policy:
         return self._own_policy.get(row, self.policy)
+
+    def _of_policies(
+        self, rows: np.ndarray, fact: Callable[[Policy], bool]
+    ) -> np.ndarray:
+        """bool [n]: whether ``fact`` holds for the policy of each request row; -1 is
+        nobody's and goes by the server's."""
+        usual = fact(self.policy)
+        held = np.full(len(rows), usual)
+        others = [
+            row for row, policy in self._own_policy.items() if fact(policy) != usual
+        ]
+        if others:
+            held ^= np.isin(rows, others)
+        return held
 
     # -- readers ---------------------------------------------------------------
 
@@ -347,10 +361,14 @@ class TierManager:
         self.ledger.born[pages] = self.epoch + 1
 
     def _choose_scored(self, batch: BatchRows) -> None:
-        """Which queries of the forward feed the scores: decode steps, of each request
-        every ``score_interval``-th, whatever its neighbours do."""
+        """Which queries of the forward feed the scores: decode steps of requests whose
+        policies read scores, of each every ``score_interval``-th, whatever its
+        neighbours do."""
         step = self.ledger.rows.steps[batch.row] + 1
-        self.scores.lanes = batch.decode & (step % self.rules.score_interval == 0)
+        lanes = batch.decode & (step % self.rules.score_interval == 0)
+        if lanes.any():
+            lanes &= self._of_policies(batch.row, lambda policy: policy.reads_scores)
+        self.scores.lanes = lanes
 
     def _place_unplaced(self) -> None:
         ledger = self.ledger
@@ -401,6 +419,10 @@ class TierManager:
     def _slack(self) -> int:
         return int(self.ledger.t0.count * DEMOTE_SLACK)
 
+    def _free_window(self) -> int:
+        """Window pages that no page waits for."""
+        return max(0, self.ledger.window.available - self.ledger.unplaced)
+
     def _watermark(self) -> int:
         return max(1, int(self.ledger.t0.count * HIGH_WATERMARK))
 
@@ -425,12 +447,23 @@ class TierManager:
         )
 
     def _worth(self, pages: np.ndarray) -> np.ndarray:
-        """What demotes first among pages of one class, lowest first."""
-        if not self.policy.by_score:
-            return self.ledger.born[pages]
+        """What demotes first among pages of one class, lowest first: by score per
+        step or by age, as the policies of their requests say."""
+        born = self.ledger.born[pages]
+        by_score = self._of_policies(
+            self.ledger.owner[pages], lambda policy: policy.by_score
+        )
+        if not by_score.any():
+            return born
         # What no step has scored yet is new, not worthless.
         _, steps = self.scores.page_means(pages)
-        return np.where(steps > 0, self.scores.per_step(pages), np.inf)
+        score = np.where(steps > 0, self.scores.per_step(pages), np.inf)
+        if by_score.all():
+            return score
+        # Scores and ages meet as ranks among their own.
+        return np.where(
+            by_score, _rank_among(score, by_score), _rank_among(born, ~by_score)
+        )
 
     def _rank(self, pages: np.ndarray) -> tuple[PageView, np.ndarray]:
         view = self._view(pages)
@@ -456,9 +489,9 @@ class TierManager:
         exact = ~ledger.is_lossy(pages[order])
         copies = int((ledger.host_page[ledger.in_t0()] >= 0).sum())
         order = order[~exact | (np.cumsum(exact) <= ledger.host.available + copies)]
-        window = max(0, ledger.window.available - ledger.unplaced)
         # Unread pages need no window page; the others share what is free.
-        fits = ~view.read[order] | (np.cumsum(view.read[order]) <= window)
+        fits = ~view.read[order]
+        fits |= np.cumsum(view.read[order]) <= self._free_window()
         order = order[fits]
         if len(order) < need:
             return False
@@ -544,10 +577,9 @@ class TierManager:
 
     def _by_ratio(self, pages: np.ndarray) -> np.ndarray:
         """bool [n]: the page's request keeps a fixed share of its pages in T0."""
-        rows = np.unique(self.ledger.owner[pages])
-        rows = rows[rows >= 0]
-        fixed = [row for row in rows if self.policy_of(row).hbm_ratio is not None]
-        return np.isin(self.ledger.owner[pages], fixed)
+        owner = self.ledger.owner[pages]
+        fixed = self._of_policies(owner, lambda policy: policy.hbm_ratio is not None)
+        return fixed & (owner >= 0)
 
     def _retier(self, batch: BatchRows) -> None:
         """Requests that are due move their unprotected generated pages to where their
@@ -566,20 +598,32 @@ class TierManager:
         pages = self._candidates(row)
         if not len(pages):
             return
-        plan = policy.plan(self._describe(row, pages, policy))
+        seen = self._describe(row, pages, policy)
+        plan = policy.plan(seen)
+
+        def ascending(chosen: np.ndarray, room: int) -> np.ndarray:
+            """The pages that are ``chosen`` (bool [n]), and if there is no ``room``
+            for all of them, from the lowest value up."""
+            if int(chosen.sum()) <= room:
+                return pages[chosen]
+            order = policy.ascending(seen)
+            return pages[order[chosen[order]]]
+
         self._drop(pages[plan == Tier.T3])
-        self._compress(pages[plan == Tier.T2])
+        compress = (plan == Tier.T2) & ~ledger.is_lossy(pages)
+        room = min(ledger.int8.available, self._free_window())
+        self._compress(ascending(compress, room))
         if policy.hbm_ratio is None:
             return
         in_t0 = ledger.t0_page[pages] >= 0  # not those just compressed or dropped
-        leave = pages[((plan == Tier.T1) | (plan == Tier.T2)) & in_t0]
-        window = max(0, ledger.window.available - ledger.unplaced)
-        fits = self._with_host_pages(leave[:window], 0)
+        leave = ((plan == Tier.T1) | (plan == Tier.T2)) & in_t0
+        window = self._free_window()
+        fits = self._with_host_pages(ascending(leave, window)[:window], 0)
         if fits is not None and len(fits):
             self._demote(fits)
-        back = pages[(plan == Tier.T0) & ~in_t0]
         spare = max(0, ledger.t0.available - self._slack())
-        self._promote(back[:spare])
+        back = ascending((plan == Tier.T0) & ~in_t0, spare)
+        self._promote(back[max(0, len(back) - spare) :])
 
     def _candidates(self, row: int) -> np.ndarray:
         """Unprotected generated pages of the request in ``row`` that have bytes, by
@@ -648,15 +692,12 @@ class TierManager:
         self.counters.dropped += len(pages)
 
     def _compress(self, pages: np.ndarray) -> None:
-        """As many of ``pages`` as the int8 pool and the window can take, lowest scores
-        first; those that were compressed before stay as they are."""
+        """As many of ``pages``, none of which was ever compressed, as the int8 pool
+        and the window can take, the first ones first."""
         ledger = self.ledger
-        pages = pages[~ledger.is_lossy(pages)]
-        pages = pages[np.argsort(self.scores.page_means(pages)[0], kind="stable")]
         pages = pages[: ledger.int8.available]
         entering = ledger.window_page[pages] < 0
-        window = max(0, ledger.window.available - ledger.unplaced)
-        pages = pages[~entering | (np.cumsum(entering) <= window)]
+        pages = pages[~entering | (np.cumsum(entering) <= self._free_window())]
         if not len(pages):
             return
         sources, slots = ledger.places(pages), ledger.t0_page[pages]
@@ -691,3 +732,12 @@ class TierManager:
         actual = self.table.v2p.cpu().numpy()
         wrong = np.flatnonzero(expected != actual)
         assert not len(wrong), f"page table is wrong at {wrong[:8].tolist()}"
+
+
+def _rank_among(values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Of each ``chosen`` (bool [n]) value the share of the chosen ones below it, ties
+    by position: float64 [n] from 0 to 1; 0 for the others."""
+    rank = np.zeros(len(values))
+    at = np.flatnonzero(chosen)
+    rank[at[np.argsort(values[at], kind="stable")]] = np.arange(len(at)) / len(at)
+    return rank

@@ -129,6 +129,11 @@ class Policy(ABC):
         return self.evict_share > 0 or self.compress_share > 0
 
     @property
+    def reads_scores(self) -> bool:
+        """Attention scores must be kept for its requests."""
+        return self.by_score or Statistic.SCORE in self.needs
+
+    @property
     def value_guard(self) -> bool:
         """Drop a page whose value norm is an outlier only when no other is left."""
         return True
@@ -171,7 +176,7 @@ class Policy(ABC):
         target = c.tier.astype(np.int64)
         if not drop and not compress and self.hbm_ratio is None:
             return target
-        kept = self._ascending(c)
+        kept = self.ascending(c)
         if drop:
             target[self._drop_order(c, kept)[:drop]] = Tier.T3
             kept = kept[target[kept] != Tier.T3]
@@ -186,7 +191,9 @@ class Policy(ABC):
             target[fallen] = np.where(inexact[fallen], Tier.T2, Tier.T1)
         return target
 
-    def _ascending(self, candidates: Candidates) -> np.ndarray:
+    def ascending(self, candidates: Candidates) -> np.ndarray:
+        """Positions of the candidates from the lowest value up, ties by position,
+        oldest first: int64 [n]. Raises ValueError like ``plan``."""
         value = np.asarray(self.value(candidates))
         if value.shape != candidates.index.shape:
             raise ValueError(

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from typing import TypeGuard
 
-from sglang_tiered.policy.base import Policy
+from sglang_tiered.policy.base import Policy, check_share
 from sglang_tiered.policy.full import Full
 from sglang_tiered.policy.h2o import H2O
 from sglang_tiered.policy.hierarchy import Hierarchy
@@ -53,7 +53,11 @@ def make_policy(name: str, settings: Mapping[str, object]) -> Policy:
             f"fix: use one of {', '.join(policy_names())}"
         )
     policy = _all_policies()[name]
-    fields = {field.name: field for field in dataclasses.fields(policy)}  # type: ignore[arg-type]
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(policy)  # type: ignore[arg-type]
+        if field.init
+    }
     allowed = f"use {', '.join(fields)}" if fields else "give it no settings"
     for setting in settings:
         if setting not in fields:
@@ -66,12 +70,26 @@ def make_policy(name: str, settings: Mapping[str, object]) -> Policy:
             raise ValueError(
                 f"policy {name}: the setting {setting} is missing; fix: give it a value"
             )
-    return policy(**settings)
+    try:
+        made = policy(**settings)
+    except ValueError:
+        raise
+    except Exception as error:  # of another package, whose checks we do not know
+        what = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise ValueError(
+            f"policy {name}: cannot be made ({what}); fix: check its settings"
+        ) from error
+    # The plan rule computes with these, far from whoever gave them.
+    if made.hbm_ratio is not None:
+        check_share("hbm_ratio", made.hbm_ratio)
+    check_share("evict_share", made.evict_share)
+    check_share("compress_share", made.compress_share)
+    return made
 
 
 def _required(field: dataclasses.Field[object]) -> bool:
     none = dataclasses.MISSING
-    return field.init and field.default is none and field.default_factory is none
+    return field.default is none and field.default_factory is none
 
 
 @cache

@@ -128,7 +128,7 @@ class TieredAllocator(BaseTokenToKVPoolAllocator):
         version = self.manager.ledger.version
         if self._seen_idle != version:
             self._seen_idle = version
-            self.tree.on_idle()
+            self.tree.publish_metrics()
         now = time.monotonic()
         if self._audited == version or now < self._next_audit:
             return []

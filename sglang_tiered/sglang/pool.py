@@ -25,9 +25,9 @@ class TieredKVPool(MHATokenToKVPool):
     def _create_buffers_normal(self) -> None:
         parts = deployment.current()
         parts.backing = make_backing(parts.layout, self.device)
-        parts.host = HostPool(parts.layout)
+        parts.host = HostPool(parts.layout, device=self.device)
         if parts.int8_pages:
-            parts.int8 = Int8Pool(parts.layout, parts.int8_pages)
+            parts.int8 = Int8Pool(parts.layout, parts.int8_pages, self.device)
         parts.engine = TransferEngine(
             parts.backing,
             parts.host,

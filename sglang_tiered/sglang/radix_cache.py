@@ -95,8 +95,9 @@ class TieredRadixCache(UnifiedRadixCache):
         if self.metrics is not None:
             self._publish(self.metrics.tick)
 
-    def on_idle(self) -> None:
-        """The scheduler is idle and something has changed since it last was."""
+    def publish_metrics(self) -> None:
+        """Something has changed and no forward may follow soon: the scheduler is idle,
+        or paused."""
         if self.metrics is not None:
             self._publish(self.metrics.update)
 

@@ -2,14 +2,16 @@
 
     {"custom_params": {"tiered": {"policy": "h2o", "budget": 0.5}}}
 
-``policy`` names it (default: the server's) and the other keys are its settings. A
-request may always ask for an exact policy; one that compresses or drops rows must stay
-within ``--tiered-request-compress`` and ``--tiered-request-evict``. A bad value is a
+``policy`` names it and the other keys are its settings; without a name it is the
+server's policy, with the server's settings where the request names none. A request may
+always ask for an exact policy; one that compresses or drops rows must stay within
+``--tiered-request-compress`` and ``--tiered-request-evict``. A bad value is a
 ValueError where SGLang checks sampling parameters, which it answers with a 400.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,7 +22,7 @@ import numpy as np
 from sglang.srt.runtime_context import get_memory
 
 from sglang_tiered.config import RADIX_CACHE_BACKEND, SHARE_ROUNDING, TieredConfig
-from sglang_tiered.policy.base import Policy, Statistic
+from sglang_tiered.policy.base import Policy
 from sglang_tiered.policy.recency import Recency
 from sglang_tiered.policy.registry import make_policy
 
@@ -53,8 +55,11 @@ def policy_asked_for(
         return None
     if not isinstance(asked, Mapping):
         raise ValueError(f'{KEY}: must be an object like {{"policy": "hierarchy"}}')
-    name = asked.get("policy", config.policy)
     settings = {key: value for key, value in asked.items() if key != "policy"}
+    name = asked.get("policy")
+    if name is None:
+        name = config.policy
+        settings = dataclasses.asdict(config.make_policy()) | settings  # type: ignore[call-overload]
     try:
         policy = make_policy(name, settings)
     except ValueError as error:
@@ -68,7 +73,7 @@ def policy_asked_for(
                 f"{KEY}: policy {name} with these settings asks for a share of "
                 f"{share:g}; this server allows {most:g} ({flag})"
             )
-    if Statistic.SCORE in policy.needs and not config.feeds_scores:
+    if policy.reads_scores and not config.feeds_scores:
         raise ValueError(
             f"{KEY}: policy {name} needs attention scores, which --tiered-policy "
             f"{config.policy} does not keep; start the server with another policy"
@@ -87,7 +92,7 @@ def policy_of(req: Any, default: Policy) -> Policy | None:
 
 
 def seed_of(req: Any) -> int:
-    """The same for the same request on every server."""
+    """The same for the same request on every server, and for all its samples."""
     seed = req.sampling_params.sampling_seed
     if seed is not None:
         return int(seed)

@@ -10,6 +10,7 @@ from sglang.srt.managers.scheduler_components.output_streamer import (
 )
 
 from sglang_tiered.memory.manager import TierManager
+from sglang_tiered.policy.protection import unprotected_range
 from sglang_tiered.sglang import deployment
 
 KEY = "tiered"
@@ -21,12 +22,20 @@ def take_report(req: Any, manager: TierManager) -> None:
     row, ledger, page = req.kv.req_pool_idx, manager.ledger, manager.page_size
     rows = ledger.rows
     before = getattr(req, _ATTRIBUTE, None) or {}
-    generated = max(0, int(rows.length[row] - rows.prompt[row]))
+    prompt, length = int(rows.prompt[row]), int(rows.length[row])
+    first, end = unprotected_range(
+        prompt,
+        length,
+        page_size=page,
+        sink_tokens=manager.rules.sink_tokens,
+        recent_window=manager.rules.recent_window,
+    )
+    unprotected = max(0, end - first) * page
     # A retracted request has its rows computed anew; what it answered before that came
     # from those it had.
     dropped = max(int(rows.dropped[row]) * page, before.get("dropped_rows", 0))
     error = float(rows.dropped_error[row]) + before.get("dropped_error", 0.0)
-    exact = min(int(rows.exact_pages[row]) * page, int(rows.length[row]))
+    exact = min(int(rows.exact_pages[row]) * page, length)
     compressed = int(rows.compressed[row]) * page
     compressed = max(compressed, before.get("compressed_rows", 0))
     setattr(
@@ -39,12 +48,15 @@ def take_report(req: Any, manager: TierManager) -> None:
             "inexact": rows.is_lossy(row) or before.get("inexact", False),
             # Its first rows that are what an untiered server would have.
             "exact_rows": exact,
-            "generated_rows": generated,
+            "generated_rows": max(0, length - prompt),
+            # What the caps are shares of.
+            "unprotected_rows": unprotected,
             "compressed_rows": compressed,
-            "compressed_share": compressed / generated if generated else 0.0,
+            "compressed_share": compressed / max(unprotected, 1),
             "dropped_rows": dropped,
-            "dropped_share": dropped / generated if generated else 0.0,
-            # sum(alpha * ||v||) over the dropped rows, layers and heads averaged.
+            "dropped_share": dropped / max(unprotected, 1),
+            # sum(alpha * ||v||) over the dropped rows, estimated: alpha is the weight
+            # that the row has had per step, and both are means over layers and heads.
             "dropped_error": error,
         },
     )

@@ -3,6 +3,7 @@ request that cannot run here is told so."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 from sglang_tiered.memory.manager import BatchRows
 from sglang_tiered.sglang.allocator import TieredAllocator
 from sglang_tiered.sglang.radix_cache import TieredRadixCache
+
+logger = logging.getLogger(__name__)
 
 
 def run_batch_hook(
@@ -76,29 +79,46 @@ def release_req_hook(
     original: Callable[..., Any], *, req: Any, tree_cache: Any, **kwargs: Any
 ) -> Any:
     """AROUND ``schedule_batch.release_req``: a retracted request keeps its rows."""
-    if isinstance(tree_cache, TieredRadixCache):
-        tree_cache.park(req)
-    return original(req=req, tree_cache=tree_cache, **kwargs)
+    if not isinstance(tree_cache, TieredRadixCache):
+        return original(req=req, tree_cache=tree_cache, **kwargs)
+    tree_cache.park(req)
+    released = original(req=req, tree_cache=tree_cache, **kwargs)
+    tree_cache.publish_metrics()
+    return released
 
 
 def init_req_max_new_tokens_hook(
     original: Callable[..., Any], scheduler: Any, req: Any
 ) -> None:
     """AROUND ``Scheduler.init_req_max_new_tokens``: a prompt that can never fit is
-    refused with the numbers, where stock names only its length."""
-    prompt = len(req.origin_input_ids)
+    refused with the numbers, where stock names only its length, and an output that
+    cannot fit behind it is cut short with a line in the log."""
+    prompt, asked = len(req.origin_input_ids), req.sampling_params.max_new_tokens
     original(scheduler, req)
     allocator = scheduler.token_to_kv_pool_allocator
-    if not isinstance(allocator, TieredAllocator) or req.to_finish is None:
+    if not isinstance(allocator, TieredAllocator):
         return
     longest = allocator.longest_request(scheduler.chunked_prefill_size)
-    if prompt >= longest:
-        ledger, page = allocator.manager.ledger, allocator.page_size
+    ledger, page = allocator.manager.ledger, allocator.page_size
+    limit = (
+        f"one request can have at most {longest} tokens (T0 {ledger.t0.count * page} + "
+        f"window {ledger.window.count * page}, less one page). Raise "
+        "--max-total-tokens or --tiered-window-tokens"
+    )
+    if req.to_finish is not None and prompt >= longest:
         req.to_finish.message = (
-            f"The prompt of {prompt} tokens cannot run here: one request can have at "
-            f"most {longest} tokens (T0 {ledger.t0.count * page} + window "
-            f"{ledger.window.count * page}, less one page). Raise --max-total-tokens "
-            "or --tiered-window-tokens, or shorten the prompt."
+            f"The prompt of {prompt} tokens cannot run here: {limit}, or shorten the "
+            "prompt."
+        )
+    elif asked is not None and longest < min(prompt + asked, scheduler.max_req_len - 1):
+        logger.warning(
+            "Request %s asks for %d new tokens behind a prompt of %d and will get at "
+            "most %d: %s.",
+            req.rid,
+            asked,
+            prompt,
+            req.sampling_params.max_new_tokens,
+            limit,
         )
 
 

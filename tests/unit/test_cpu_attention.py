@@ -328,6 +328,25 @@ def test_the_score_is_the_mean_over_the_scored_layers(every: int) -> None:
     assert float(pool.book.score.sum()) == pytest.approx(2)
 
 
+def test_layers_that_do_not_look_at_every_row_are_no_part_of_the_mean() -> None:
+    """A sliding window in every other layer: the others say what is looked at."""
+    pool = Pool([40, 90], layers=4)
+    for layer in (1, 3):
+        pool.attention[layer].sliding_window_size = 16
+    query = pool.query()
+    pool.forward(query, lanes=[0, 1])
+    check_scores(pool, pool.expected(query, lanes=[0, 1], every=2))
+    assert float(pool.book.score.sum()) == pytest.approx(2)
+
+
+def test_without_a_layer_that_looks_at_every_row_nothing_is_scored() -> None:
+    pool = Pool([40, 90], layers=4, score_layers=2)
+    for layer in (0, 2):
+        pool.attention[layer].sliding_window_size = 16
+    pool.forward(pool.query(), lanes=[0, 1])
+    assert not pool.book.steps.any()
+
+
 def test_a_row_that_is_written_anew_starts_at_zero() -> None:
     pool = Pool([40])
     first, second = pool.query(), pool.query()

@@ -196,6 +196,17 @@ def test_decode_steps_are_scored_and_prompts_are_not(
     assert pool.manager.scores.lanes.tolist() == [True]
 
 
+def test_requests_whose_policy_reads_no_scores_are_not_scored(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(policy=Recency())
+    pool.manager.start_request(2, Hierarchy(), seed=0)
+    for row in (1, 2):
+        pool.request(row, 4, 4)
+    pool.decode(1, 2)
+    assert pool.manager.scores.lanes.tolist() == [False, True]
+
+
 def test_every_nth_step_of_a_request_is_scored_whatever_runs_beside_it() -> None:
     rules = TierRules(sink_tokens=2, recent_window=2, score_interval=2)
     pool = Pool(t0=32, window=16, rules=rules, policy=Hierarchy())
@@ -256,3 +267,44 @@ def test_what_no_step_has_scored_is_not_taken_for_worthless(
     scores.steps[mine[6]] = scores.score[mine[6]] = 0
     pool.manager._demote_for(1, slack=False)
     assert pool.in_t0(mine[6:7]) == [True]
+
+
+def test_pages_leave_as_their_own_requests_rank_them(
+    make_pool: Callable[..., Pool],
+) -> None:
+    """One request by score, its neighbour by age: each gives up its own first."""
+    pool = make_pool(policy=Recency())
+    pool.manager.start_request(1, Hierarchy(), seed=0)
+    scored = generate(pool, 1, PROMPT, STEPS)
+    aged = generate(pool, 2, PROMPT, STEPS)
+    scores = pool.manager.scores
+    scores.steps[scored], scores.score[scored] = 1, 1
+    scores.score[scored[12]] = 0.5
+    assert pool.manager._demote_for(2, slack=False)
+    assert np.flatnonzero(~np.array(pool.in_t0(scored))).tolist() == [12]
+    assert np.flatnonzero(~np.array(pool.in_t0(aged))).tolist() == [FREE.start]
+
+
+def test_a_short_window_takes_the_lowest_scores() -> None:
+    pool = Pool(t0=32, window=2, rules=RULES, policy=Full())
+    mine = generate(pool, 1, PROMPT, STEPS)
+    pool.manager.scores.score[mine] = 1
+    pool.manager.scores.score[mine[[6, 10]]] = 0.5
+    pool.manager.retier_request(1, Hierarchy(hbm_ratio=0.0))
+    assert np.flatnonzero(~np.array(pool.in_t0(mine))).tolist() == [6, 10]
+    pool.check_integrity()
+    pool.close()
+
+
+def test_a_short_t0_takes_the_highest_scores_back() -> None:
+    pool = Pool(t0=32, window=16, rules=RULES, policy=Full())
+    mine = generate(pool, 1, PROMPT, STEPS)
+    pool.demote(mine[FREE])
+    pool.cold(pool.ledger.t0.available - 3)  # one of the three is slack
+    pool.manager.scores.score[mine] = 1
+    pool.manager.scores.score[mine[[6, 10]]] = 2
+    pool.manager.retier_request(1, Hierarchy(hbm_ratio=1.0))
+    back = np.array(pool.in_t0(mine))[FREE]
+    assert (np.flatnonzero(back) + FREE.start).tolist() == [6, 10]
+    pool.check_integrity()
+    pool.close()

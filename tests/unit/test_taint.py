@@ -123,7 +123,7 @@ def test_a_lossy_request_reports_what_it_lost(
     report = req._sglang_tiered_report
     assert report["inexact"]
     assert report["dropped_rows"] == 11
-    assert report["dropped_share"] == pytest.approx(11 / report["generated_rows"])
+    assert report["dropped_share"] == pytest.approx(11 / report["unprotected_rows"])
     assert report["exact_rows"] == len(PROMPT) + SINKS
 
 
