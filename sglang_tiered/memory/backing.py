@@ -2,8 +2,9 @@
 
 The windows of all layers of one parity are the same memory, mapped into the tail of
 each of those layers' buffers, so the device holds T0 x layers + 2 x window row-layers
-instead of (T0 + window) x layers. `MemfdBacking` does this on a CPU; `PlainBacking`
-gives every layer a window of its own where the operating system cannot alias memory.
+instead of (T0 + window) x layers. `MemfdBacking` does this on a CPU and `VmmBacking`
+(vmm.py) on CUDA; `PlainBacking` gives every layer a window of its own where memory
+cannot be aliased.
 """
 
 from __future__ import annotations
@@ -163,12 +164,13 @@ class MemfdBacking(Backing):
 class PlainBacking(Backing):
     """Ordinary tensors, every layer with a window of its own."""
 
-    def __init__(self, layout: PoolLayout) -> None:
+    def __init__(self, layout: PoolLayout, device: str | torch.device = "cpu") -> None:
         super().__init__(layout, 1 + layout.t0_pages)
         for layer, buffers in enumerate(layout.layers):
             for buffer in buffers:
                 size = self.total_pages * layout.page_bytes(layer, buffer.name)
-                self._add(layer, buffer.name, torch.zeros(size, dtype=torch.uint8))
+                raw = torch.zeros(size, dtype=torch.uint8, device=device)
+                self._add(layer, buffer.name, raw)
 
     def mapped_bytes(self) -> int:
         return sum(
@@ -179,18 +181,18 @@ class PlainBacking(Backing):
 def make_backing(layout: PoolLayout, device: str | torch.device) -> Backing:
     """The best backing for `device`; a plain one is logged with what it costs.
 
-    Raises RuntimeError for a device other than a CPU and MemoryError when memory is
-    short.
+    Raises RuntimeError for a device other than CPU and CUDA and MemoryError when
+    memory is short.
     """
-    kind = torch.device(device).type
-    if kind != "cpu":
-        raise RuntimeError(
-            f"no tiered pool on device {kind!r} in this version: its window needs the "
-            "CUDA virtual memory backing, which is not built yet; start the server "
-            "with --device cpu"
-        )
+    device = torch.device(device)
     try:
-        return MemfdBacking(layout)
+        if device.type == "cpu":
+            return MemfdBacking(layout)
+        if device.type == "cuda":
+            # Here: a machine without CUDA need not have its bindings.
+            from sglang_tiered.memory.vmm import VmmBacking
+
+            return VmmBacking(layout, device)
     except OSError as error:
         unshared = sum(
             layout.window_pages * layout.page_bytes(layer, buffer.name)
@@ -203,7 +205,10 @@ def make_backing(layout: PoolLayout, device: str | torch.device) -> Backing:
             error,
             unshared,
         )
-        return PlainBacking(layout)
+        return PlainBacking(layout, device)
+    raise RuntimeError(
+        f"no tiered pool on device {device.type!r}; start the server with --device cpu"
+    )
 
 
 def aligned_window_base(layout: PoolLayout, granularity: int) -> int:

@@ -24,30 +24,42 @@ RESERVE_BYTES = 256 << 20
 class HostPool:
     """Host rows of every layer and buffer.
 
-    `ranks` processes of this machine each build a pool of this size. Raises
-    MemoryError, naming --tiered-host-gb and the bytes asked and free, when they do not
-    fit together.
+    `ranks` processes of this machine each build a pool of this size; for a CUDA
+    `device` it is page-locked. Raises MemoryError, naming --tiered-host-gb and the
+    bytes asked and free, when they do not fit together.
     """
 
-    def __init__(self, layout: PoolLayout, ranks: int = 1) -> None:
+    def __init__(
+        self, layout: PoolLayout, ranks: int = 1, device: str | torch.device = "cpu"
+    ) -> None:
         self.layout = layout
         self.nbytes = layout.host_pages * layout.page_size * layout.bytes_per_token
         check_host_budget(self.nbytes, ranks, free_host_bytes())
         self._pages: dict[tuple[int, str], torch.Tensor] = {}
         for layer, buffers in enumerate(layout.layers):
             for buffer in buffers:
-                # numpy asks the kernel for huge pages where it may; gathering rows at
-                # random from a large pool is bound by address translation without them.
-                raw = np.zeros(
-                    layout.host_pages * layout.page_bytes(layer, buffer.name), np.uint8
-                )
-                raw[:: os.sysconf("SC_PAGESIZE")] = 0
-                rows = torch.from_numpy(raw).view(buffer.dtype)
+                size = layout.host_pages * layout.page_bytes(layer, buffer.name)
+                rows = host_memory(size, torch.device(device)).view(buffer.dtype)
                 self._pages[layer, buffer.name] = rows.view(layout.host_pages, -1)
 
     def pages(self, layer: int, name: str) -> torch.Tensor:
         """[host_pages, page_size * row_width], contiguous; always the same object."""
         return self._pages[layer, name]
+
+
+def host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] of host memory for copies from and to `device`: touched, zero, and
+    page-locked for CUDA. Raises MemoryError when it cannot be had."""
+    if device.type == "cuda":
+        # Here: a machine without CUDA need not have its bindings.
+        from sglang_tiered.memory.pinned import pinned
+
+        return pinned(nbytes, device)
+    # numpy asks the kernel for huge pages where it may; gathering rows at random from a
+    # large pool is bound by address translation without them.
+    raw = np.zeros(nbytes, np.uint8)
+    raw[:: os.sysconf("SC_PAGESIZE")] = 0
+    return torch.from_numpy(raw)
 
 
 def check_host_budget(nbytes: int, ranks: int, free_bytes: int) -> None:

@@ -7,13 +7,15 @@ records, so its codes and its scales move and are freed together.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 
-from sglang_tiered.memory.host_pool import RESERVE_BYTES, free_host_bytes
+from sglang_tiered.memory.host_pool import (
+    RESERVE_BYTES,
+    free_host_bytes,
+    host_memory,
+)
 from sglang_tiered.memory.int8_rows import Int8Rows, codec_for
 from sglang_tiered.memory.layout import PoolLayout, RowBuffer
 
@@ -25,7 +27,9 @@ class Int8Pool:
     bytes asked and free, when they do not fit.
     """
 
-    def __init__(self, layout: PoolLayout, int8_pages: int) -> None:
+    def __init__(
+        self, layout: PoolLayout, int8_pages: int, device: str | torch.device = "cpu"
+    ) -> None:
         if int8_pages < 1:
             raise ValueError(f"int8_pages must be at least 1, got {int8_pages}")
         self.count = int8_pages
@@ -39,12 +43,10 @@ class Int8Pool:
         for layer, buffers in enumerate(layout.layers):
             for buffer in buffers:
                 codec = codec_for(buffer)
-                raw = np.zeros(
-                    (int8_pages, layout.page_size * codec.record_bytes), np.uint8
-                )
-                raw.reshape(-1)[:: os.sysconf("SC_PAGESIZE")] = 0
+                page_bytes = layout.page_size * codec.record_bytes
+                raw = host_memory(int8_pages * page_bytes, torch.device(device))
                 self._codecs[layer, buffer.name] = codec
-                self._records[layer, buffer.name] = torch.from_numpy(raw)
+                self._records[layer, buffer.name] = raw.view(int8_pages, page_bytes)
 
     def records(self, layer: int, name: str) -> torch.Tensor:
         """uint8 [int8_pages, page_size * record_bytes]; always the same object."""
