@@ -48,11 +48,15 @@ requirements/lock-%.txt:
 demo: setup
 	MODEL='$(MODEL)' $(PY) -m bench.demo
 
+# Two workers: one runs the servers, one after the other, and the other one the unit
+# tests meanwhile.
+PYTEST := $(PY) -m pytest tests -n 2 --dist loadgroup
+
 test: lint
-	$(PY) -m pytest tests -m 'not full'
+	$(PYTEST) -m 'not full'
 
 test-full: lint
-	$(PY) -m pytest tests
+	$(PYTEST)
 
 lint: setup
 	$(PY) -m ruff check .

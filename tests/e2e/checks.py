@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
-from bench.server import Metrics
+from bench.server import Counters, Metrics
 from tests.e2e.client import Ask, Outcome, close_session, open_session, send
 from tests.e2e.reference import Reference
 from tests.e2e.servers import ServerUnderTest
 from tests.e2e.workloads import next_turn, tokens, with_aborts
 
-USED = (
-    "t0_used_tokens",
-    "t1_used_tokens",
-    "t2_used_tokens",
+# Of requests only: an idle server has none.
+OWNED = (
+    "private_tokens",
     "window_used_tokens",
-    "clean_tokens",
+    "t2_used_tokens",
+    "parked_requests",
 )
+USED = ("t0_used_tokens", "t1_used_tokens", "clean_tokens", *OWNED)
 MOVED = ("demoted_tokens", "clean_demoted_tokens", "promoted_tokens", "streamed_tokens")
+
+# pytest's `record_property`.
+Record = Callable[[str, object], None]
+
+
+def asking(asks: Sequence[Ask], **tiered: Any) -> list[Ask]:
+    """The requests, each with its own policy."""
+    return [dataclasses.replace(ask, tiered=tiered) for ask in asks]
+
+
+def ask_one(server: ServerUnderTest, ask: Ask) -> Outcome:
+    (outcome,) = send(server.url, [ask])
+    assert outcome.error is None, outcome.error
+    return outcome
 
 
 def assert_identical(
@@ -83,6 +101,49 @@ def run_sessions(
         close_session(server.url, session_id)
 
 
+@contextmanager
+def on_their_way(
+    server: ServerUnderTest,
+    asks: Sequence[Ask],
+    told: Callable[[Metrics], bool],
+    what: str,
+) -> Iterator[Future[list[Outcome]]]:
+    """The block begins when the server that works on the requests says `told`, else
+    fails with `what`; after it, the outcomes are there."""
+    with ThreadPoolExecutor(1) as thread:
+        outcomes = thread.submit(send, server.url, asks)
+        server.settle(told, what)
+        yield outcomes
+
+
+@contextmanager
+def under_way(
+    server: ServerUnderTest, reference: Reference, asks: Sequence[Ask]
+) -> Iterator[None]:
+    """The block runs while the server decodes the requests; after it, asserts that all
+    of them are identical."""
+    # Some steps, or the first of them could be running alone.
+    enough = server.counters().decode_tokens + 10 * len(asks)
+    with on_their_way(
+        server,
+        asks,
+        lambda metrics: Counters.read(metrics).decode_tokens > enough,
+        "the server does not decode",
+    ) as outcomes:
+        yield
+    assert_identical(reference, asks, outcomes.result())
+
+
+@contextmanager
+def rows_streamed(server: ServerUnderTest) -> Iterator[None]:
+    """Asserts that rows pass through the window while the block runs."""
+    server.rest()
+    before = Moves(server)
+    yield
+    server.rest()
+    assert before.since()["streamed_tokens"] > 0
+
+
 def assert_hooks_were_called(server: ServerUnderTest, names: Sequence[str]) -> None:
     """Each of these functions of SGLang ran through our hook in the scheduler."""
     metrics = server.metrics()
@@ -93,20 +154,19 @@ def assert_hooks_were_called(server: ServerUnderTest, names: Sequence[str]) -> N
 
 
 def assert_empties(server: ServerUnderTest) -> None:
-    """Nobody holds a row of their own any more; after /flush_cache no tier holds any,
+    """An idle server keeps no row but the tree's; after /flush_cache no tier holds any,
     and no check has complained."""
-    server.settle(
-        lambda metrics: not metrics.total("sglang_tiered:private_tokens"),
-        "requests left rows behind",
-    )
+    # Before the flush, which would clear what has leaked too.
+    server.settle(lambda metrics: _none(metrics, OWNED), "requests left rows behind")
     server.flush_cache()
-
-    def empty(metrics: Metrics) -> bool:
-        return not any(metrics.total(f"sglang_tiered:{name}") for name in USED)
-
-    server.settle(empty, "rows are left after flush_cache")
-    assert not server.tier("parked_requests")
+    server.settle(
+        lambda metrics: _none(metrics, USED), "rows are left after flush_cache"
+    )
     assert_sound(server)
+
+
+def _none(metrics: Metrics, names: Sequence[str]) -> bool:
+    return not any(metrics.total(f"sglang_tiered:{name}") for name in names)
 
 
 def assert_sound(server: ServerUnderTest) -> None:
@@ -139,10 +199,14 @@ class Moves:
         return read
 
 
-def assert_tiers_were_used(moves: dict[str, float]) -> None:
-    """Rows went through every path, and nearly every request read streamed rows;
-    prints the counters."""
-    print(moves)
+def record(record_property: Record, counters: Mapping[str, float]) -> None:
+    """Have the counters of a passed test shown at the end of the run."""
+    for name, value in counters.items():
+        record_property(name, f"{value:.10g}")
+
+
+def assert_tiers_were_used(moves: Mapping[str, float]) -> None:
+    """Rows went through every path, and nearly every request read streamed rows."""
     assert all(moves[name] > 0 for name in MOVED), moves
     yes, no = moves["requests streamed=yes"], moves["requests streamed=no"]
     assert yes >= 0.9 * (yes + no), moves

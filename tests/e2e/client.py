@@ -28,7 +28,8 @@ class Ask:
     `tiered`: the policy it asks for. `top_logprobs`: that many logprobs of every step.
     `leave_after`: close the connection once that many tokens have come.
     `abort_after`: call /abort_request instead. `session`: the id of an open
-    streaming session. `sampling`: more sampling parameters.
+    streaming session. `priority`: over others, None where the server knows none.
+    `sampling`: more sampling parameters.
     """
 
     prompt: tuple[int, ...]
@@ -39,6 +40,7 @@ class Ask:
     leave_after: int | None = None
     abort_after: int | None = None
     session: str | None = None
+    priority: int | None = None
     tiered: Mapping[str, Any] | None = None
     top_logprobs: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -59,22 +61,27 @@ class Outcome:
 
     `samples` holds the output tokens of each of the `n` samples, `logprobs` those
     of the first one's tokens; `top_logprobs` {token: logprob} of each of its steps.
-    `report` is what the server says became of its rows, `finish` its word for how the
-    first one ended ("length", "abort"). `error` is None for a request that ended by
-    itself, else the server's reason, or "left" where the client went away.
+    `reports` are what the server says became of the rows of each sample that ended,
+    `finish` its word for how the first one ended ("length", "abort"). `error` is None
+    for a request that ended by itself, else the server's reason, or "left" where the
+    client went away.
     """
 
     samples: tuple[tuple[int, ...], ...]
     logprobs: tuple[float, ...] = ()
     top_logprobs: tuple[Mapping[int, float], ...] = ()
     cached_tokens: int = 0
-    report: Mapping[str, Any] | None = None
+    reports: tuple[Mapping[str, Any], ...] = ()
     finish: str | None = None
     error: str | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.samples[0] if self.samples else ()
+
+    @property
+    def report(self) -> Mapping[str, Any] | None:
+        return self.reports[0] if self.reports else None
 
 
 def send(
@@ -116,15 +123,26 @@ def open_session(url: str) -> str:
     """The id of a new streaming session: it keeps its rows between its requests, each
     of which sends only what follows."""
     body = {"capacity_of_str_len": SESSION_CAPACITY, "streaming": True}
-    reply = httpx.post(f"{url}/open_session", json=body, timeout=ANSWER_SECONDS)
-    session_id: str = reply.raise_for_status().json()
+    session_id: str = _post(url, "open_session", body).json()
     return session_id
 
 
 def close_session(url: str, session_id: str) -> None:
-    body = {"session_id": session_id}
-    reply = httpx.post(f"{url}/close_session", json=body, timeout=ANSWER_SECONDS)
-    reply.raise_for_status()
+    _post(url, "close_session", {"session_id": session_id})
+
+
+def pause(url: str) -> None:
+    """Retract all running requests and admit none until `go_on`."""
+    _post(url, "pause_generation", {"mode": "retract"})
+
+
+def go_on(url: str) -> None:
+    _post(url, "continue_generation", {})
+
+
+def _post(url: str, what: str, body: Mapping[str, Any]) -> httpx.Response:
+    reply = httpx.post(f"{url}/{what}", json=body, timeout=ANSWER_SECONDS)
+    return reply.raise_for_status()
 
 
 async def _ask(client: httpx.AsyncClient, ask: Ask) -> Outcome:
@@ -140,6 +158,7 @@ async def _ask(client: httpx.AsyncClient, ask: Ask) -> Outcome:
         },
         "return_logprob": ask.logprobs or ask.top_logprobs > 0,
         "top_logprobs_num": ask.top_logprobs,
+        "priority": ask.priority,
         "stream": ask.stream or not ask.survives,
     }
     if ask.tiered is not None:
@@ -197,7 +216,11 @@ def _outcome(answers: Sequence[Mapping[str, Any]]) -> Outcome:
             for step in first.get("output_top_logprobs") or ()
         ),
         cached_tokens=first["cached_tokens"],
-        report=next(iter(first.get("tiered") or ()), None),
+        reports=tuple(
+            report
+            for answer in answers
+            for report in answer["meta_info"].get("tiered") or ()
+        ),
         finish=reason["type"] if reason is not None else None,
         error=(reason.get("message") or "aborted") if aborted else None,
     )

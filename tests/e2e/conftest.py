@@ -10,16 +10,19 @@ import pytest
 from bench.server import Flags
 from tests.e2e.reference import Reference
 from tests.e2e.servers import ServerUnderTest
-from tests.tiny_model import make_tiny_model
+from tests.tiny_model import HEAD_DIM, NUM_KV_HEADS, make_tiny_model
 
 REFERENCE_TOKENS = 100_000
 # The tiny model speaks token ids only.
 TINY = ("--skip-tokenizer-init",)
+LAYERS = 8
+# K and V of one of its tokens in one layer, float32.
+ROW_BYTES = 2 * NUM_KV_HEADS * HEAD_DIM * 4
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny_model"))
+    return make_tiny_model(tmp_path_factory.mktemp("tiny_model"), layers=LAYERS)
 
 
 @pytest.fixture(scope="session")

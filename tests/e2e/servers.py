@@ -23,7 +23,8 @@ STRICT_CHECKS = {
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# An idle server publishes its counters a moment after its last answer.
+# An idle server publishes its counters a moment after its last answer, a busy one every
+# few steps.
 SETTLE_SECONDS = 30.0
 _FAULT = re.compile(r"Traceback|[Ll]eak|invariant|double free|CRITICAL")
 
@@ -36,7 +37,7 @@ class Tiers:
     window: int
     host_gb: float = 0.05
     recent_window: int = 32
-    switches: tuple[str, ...] = ("poison",)
+    switches: tuple[str, ...] = ("poison", "audit")
 
     def flags(self, extra: Sequence[str] = ()) -> Flags:
         return Flags(
@@ -74,12 +75,19 @@ class ServerUnderTest(Server):
         return self.metrics().total(f"sglang_tiered:{name}", **labels)
 
     def settle(self, told: Callable[[Metrics], bool], what: str) -> None:
-        """Wait until the metrics of the idle server say `told`; fails with `what`."""
+        """Wait until the server's metrics say `told`; fails with `what`."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while not told(self.metrics()):
             assert self.alive, f"the server died; see {self.log}"
             assert time.monotonic() < deadline, what
             time.sleep(0.1)
+
+    def rest(self) -> None:
+        """Wait until the idle server has counted all that its requests did."""
+        self.settle(
+            lambda metrics: not metrics.total("sglang_tiered:private_tokens"),
+            "requests left rows behind",
+        )
 
     def faults(self) -> list[str]:
         """Lines of the log that no healthy server writes."""

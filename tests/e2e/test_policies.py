@@ -4,8 +4,9 @@ they say, and no row of theirs ever reaches another request."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,18 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.checks import Moves, assert_empties, assert_sound, run_identical
-from tests.e2e.client import Ask, Outcome, open_session, send
+from sglang_tiered.policy.base import Candidates
+from sglang_tiered.policy.random import Random
+from tests.e2e.checks import (
+    Moves,
+    ask_one,
+    asking,
+    assert_empties,
+    assert_sound,
+    rows_streamed,
+    run_identical,
+)
+from tests.e2e.client import Ask, close_session, open_session, send
 from tests.e2e.conftest import TINY
 from tests.e2e.lossy_model import LossyModel
 from tests.e2e.reference import Reference
@@ -24,35 +35,67 @@ from tests.e2e.workloads import demand, first_turn, tokens, with_aborts
 pytestmark = pytest.mark.server
 
 INTERVAL, RECENT, SINKS = 16, 32, 4
-TIERS = Tiers(t0=640, window=1600, recent_window=RECENT)
+# T1 and T2 hold little more than the loads: the audit of every allocation reads their
+# tables.
+TIERS = Tiers(t0=640, window=1600, host_gb=0.03, recent_window=RECENT)
 FLAGS = (
     "--enable-streaming-session",
     *("--tiered-retier-interval", str(INTERVAL)),
     *("--tiered-sink-tokens", str(SINKS)),
-    *("--tiered-int8-gb", "0.01"),
+    *("--tiered-int8-gb", "0.005"),
     *("--tiered-request-compress", "0.5"),
     *("--tiered-request-evict", "0.9"),
 )
+SEED = 12
 RATIOS = (0.1, 0.3, 0.5, 0.7)
 BASELINES = ("h2o", "random", "rkv", "streaming")
 
+OTHER_PACKAGE = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from sglang_tiered.policy.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oldest(Policy):
+    """The oldest rows stay in T0."""
+
+    name: ClassVar[str] = "oldest"
+    hbm_ratio: float = 0.3
+
+    def value(self, candidates):
+        return -candidates.index
+'''
+
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, log_folder: Path) -> Iterator[ServerUnderTest]:
+def other_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a package is installed that has a policy."""
+    folder = tmp_path_factory.mktemp("site_packages")
+    info = folder / "other_policies-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: other-policies\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang_tiered.policies]\noldest = other_policies:Oldest\n"
+    )
+    (folder / "other_policies.py").write_text(OTHER_PACKAGE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny_model: Path, log_folder: Path, other_package: Path
+) -> Iterator[ServerUnderTest]:
     flags = TIERS.flags((*TINY, *FLAGS))
     log = log_folder / "policies.log"
-    with ServerUnderTest(tiny_model, flags, log, TIERS.environment) as server:
+    paths = [str(other_package), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **TIERS.environment,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    with ServerUnderTest(tiny_model, flags, log, environment) as server:
         yield server
-
-
-def asking(asks: list[Ask], **tiered: Any) -> list[Ask]:
-    return [dataclasses.replace(ask, tiered=tiered) for ask in asks]
-
-
-def ask_one(server: ServerUnderTest, ask: Ask) -> Outcome:
-    (outcome,) = send(server.url, [ask])
-    assert outcome.error is None, outcome.error
-    return outcome
 
 
 # -- exact
@@ -95,6 +138,16 @@ def test_a_ratio_sends_rows_away_from_t0_that_has_room(
     assert moves["demoted_tokens"] > 0
 
 
+def test_a_policy_of_another_package_changes_nothing(
+    server: ServerUnderTest, reference: Reference
+) -> None:
+    asks = asking(first_turn(45, 1, 120), policy="oldest")
+    with rows_streamed(server):
+        [outcome] = run_identical(server, reference, asks)
+    assert outcome.report is not None
+    assert outcome.report["policy"] == "oldest"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_report_of_an_exact_request_is_clean(
     server: ServerUnderTest, stream: bool
@@ -110,11 +163,34 @@ def test_the_report_of_an_exact_request_is_clean(
 # -- dropped rows
 
 
-def kept_by_streaming(prompt: int, steps: int, budget: float) -> np.ndarray:
+def by_age(rows: np.ndarray) -> np.ndarray:
+    return rows
+
+
+def by_chance(rows: np.ndarray) -> np.ndarray:
+    n = len(rows)
+    candidates = Candidates(
+        index=rows,
+        tier=np.zeros(n, dtype=np.int64),
+        lossy=np.zeros(n, dtype=bool),
+        dropped=0,
+        compressed=0,
+        seed=SEED,
+    )
+    return Random(budget=1.0).value(candidates)
+
+
+VALUES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "streaming": by_age,
+    "random": by_chance,
+}
+
+
+def kept_rows(policy: str, prompt: int, steps: int, budget: float) -> np.ndarray:
     """bool [steps + 1, rows]: which rows the query that yields each token attends to,
-    from the rule alone: every `INTERVAL` decode steps the oldest generated rows
-    between the sinks and the recent window go, up to `1 - budget` of all that ever
-    were there."""
+    from the rule alone: every `INTERVAL` decode steps the generated rows between the
+    sinks and the recent window go, lowest value first, up to `1 - budget` of all that
+    ever were there."""
     rows = prompt + steps
     kept = np.zeros((steps + 1, rows), dtype=bool)
     alive = np.ones(rows, dtype=bool)
@@ -124,26 +200,29 @@ def kept_by_streaming(prompt: int, steps: int, budget: float) -> np.ndarray:
         kept[step, :length] = alive[:length]
         if step and step % INTERVAL == 0:
             free = np.arange(prompt + SINKS, length - RECENT)
-            free = free[alive[free]] if len(free) else free
+            free = free[alive[free]]
             most = int((1 - budget) * (len(free) + dropped) + 1e-9)
-            alive[free[: most - dropped]] = False
+            order = np.argsort(VALUES[policy](free), kind="stable")
+            alive[free[order[: most - dropped]]] = False
             dropped = max(dropped, most)
     return kept
 
 
 @pytest.mark.parametrize("budget", [0.2, 0.5])
+@pytest.mark.parametrize("policy", VALUES)
 def test_logits_are_those_of_attention_over_the_kept_rows(
-    server: ServerUnderTest, tiny_model: Path, budget: float
+    server: ServerUnderTest, tiny_model: Path, policy: str, budget: float
 ) -> None:
     ask = Ask(
         tokens(random.Random(7), 50),
         150,
         top_logprobs=20,
-        tiered={"policy": "streaming", "budget": budget, "value_guard": False},
+        tiered={"policy": policy, "budget": budget, "value_guard": False},
+        sampling={"sampling_seed": SEED},
     )
     outcome = ask_one(server, ask)
     steps = len(outcome.tokens) - 1
-    kept = kept_by_streaming(len(ask.prompt), steps, budget)
+    kept = kept_rows(policy, len(ask.prompt), steps, budget)
     assert (~kept[-1]).sum() > 20
     model = LossyModel(tiny_model)
     logits = model.logits(ask.prompt, outcome.tokens, kept)
@@ -281,10 +360,12 @@ def test_a_session_stays_exact(server: ServerUnderTest, reference: Reference) ->
     second = ask_one(server, turn)
     whole = Ask((*first.prompt, *outcome.tokens, *turn.prompt), 60)
     assert not reference.differences([first, whole], [outcome, second])
-    httpx.post(f"{server.url}/close_session", json={"session_id": session})
+    close_session(server.url, session)
 
 
 # -- what is refused
+
+BAD_WISH = {"custom_params": {"tiered": {"policy": "belady"}}}
 
 
 @pytest.mark.parametrize(
@@ -312,4 +393,41 @@ def test_a_bad_wish_is_answered_with_400(
     assert reply.status_code == 400
     assert text in reply.text
     assert len(reply.text) < 1000
+    assert_sound(server)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1, 2, 3], **BAD_WISH}),
+        (
+            "/generate",
+            {
+                "input_ids": [[1, 2, 3], [4, 5, 6]],
+                "sampling_params": [{"max_new_tokens": 1}, BAD_WISH],
+            },
+        ),
+        (
+            "/generate",
+            {"input_ids": [1, 2, 3], "sampling_params": {"n": 2, **BAD_WISH}},
+        ),
+    ],
+    ids=["completion", "one of a batch", "samples"],
+)
+def test_a_bad_wish_is_answered_with_400_wherever_it_comes(
+    server: ServerUnderTest, path: str, body: Mapping[str, Any]
+) -> None:
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == 400
+    assert "no such policy; fix: use one of full, h2o" in reply.text
+    assert_sound(server)
+
+
+def test_a_bad_wish_in_a_stream_is_answered_with_an_error(
+    server: ServerUnderTest,
+) -> None:
+    """SGLang has sent its 200 by then."""
+    ask = Ask((1, 2, 3), 1, stream=True, tiered={"policy": "belady"})
+    [outcome] = send(server.url, [ask])
+    assert "no such policy; fix: use one of full, h2o" in (outcome.error or "")
     assert_sound(server)

@@ -37,7 +37,7 @@ TIERED = {
     "SGLANG_TIERED_HOST_GB": "0.2",
     "SGLANG_TIERED_WINDOW_TOKENS": "1200",
     "SGLANG_TIERED_RECENT_WINDOW": "32",
-    "SGLANG_TIERED_TEST": "poison",
+    "SGLANG_TIERED_TEST": "poison,audit",
 }
 
 

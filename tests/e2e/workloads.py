@@ -40,7 +40,11 @@ def next_turn(
     """Each conversation goes on: its prompt, the answer, 20 tokens of the user's."""
     rng = random.Random(seed)
     return [
-        Ask((*ask.prompt, *answer, *tokens(rng, 20)), new_tokens)
+        dataclasses.replace(
+            ask,
+            prompt=(*ask.prompt, *answer, *tokens(rng, 20)),
+            new_tokens=new_tokens,
+        )
         for ask, answer in zip(asks, answers, strict=True)
     ]
 
