@@ -6,9 +6,8 @@ each, greedily; then each answer gets a follow-up, which reuses the rows of the 
 turn. Every token must be equal: the stock server is the reference, since retraction
 costs it time and not exactness.
 
-On a CPU both run in float32, where equal means equal. With CUDA both keep the dtype
-that SGLang chooses, 16 bits wide: there a different batch rounds differently in stock
-SGLang too, so a difference need not be an error of the tiers.
+Both run on the CPU, in float32, where equal means equal: in 16 bits a different batch
+rounds differently in stock SGLang too.
 
 Writes `out/demo/result.json`, `out/demo/tiers.png` and the logs of both servers. The
 exit code is 0 if every token is equal, 1 if not, 2 if a server failed.

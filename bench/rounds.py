@@ -46,14 +46,15 @@ def measure(
     columns: Sequence[str],
     repeats: int,
     flags: Callable[[str, dict[str, list[T]]], Flags],
-    run: Callable[[Server], T],
+    run: Callable[[str, Server], T],
     logs: Path,
     console: Console,
 ) -> dict[str, list[T]]:
     """Run every column `repeats` times and return the results by column.
 
     There is one server at a time; a column that comes twice in a row keeps its server.
-    `flags` gets the column and all results so far, when its server is about to start.
+    `flags` gets the column and all results so far, when its server is about to start;
+    `run` the column and the server.
     """
     results: dict[str, list[T]] = {column: [] for column in columns}
     for column, runs in groupby(order(columns, repeats)):
@@ -65,7 +66,7 @@ def measure(
             for _ in runs:
                 number = len(results[column]) + 1
                 status.update(f"{column}: run {number} of {repeats}")
-                results[column].append(run(server))
+                results[column].append(run(column, server))
                 console.print(f"{column}: run {number} of {repeats} done")
     return results
 

@@ -1,8 +1,8 @@
 """A real SGLang server as a subprocess, and what it says about itself on /metrics.
 
 `Server` starts the stock launcher in a process group of its own, with its output in a
-log file, and is ready when the block is entered. On a machine without CUDA it adds the
-flags that SGLang needs on a CPU. `Counters` reads the numbers that the benchmarks
+log file, and is ready when the block is entered. It hides GPUs and adds the flags that
+SGLang needs on a CPU. `Counters` reads the numbers that the benchmarks
 compare; `Sampler` polls /metrics while a block runs.
 """
 
@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import httpx
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.workload import RequestError
@@ -36,6 +35,9 @@ LOG_LINES_SHOWN = 25
 # The layers share two windows: over the demo model's 30 layers, this much window adds a
 # quarter to the device memory of T0.
 WINDOW_PER_T0 = 3.75
+# This version serves tiers on CPUs only, and both servers must see the same machine.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 
 T = TypeVar("T")
@@ -74,13 +76,10 @@ def launch_command(
     command = [*launcher, "--model-path", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--max-total-tokens", str(flags.t0_tokens), "--enable-metrics"]
-    # The same on both sides and on every device: a captured graph cannot wait for the
-    # window to be filled.
     command += ["--cuda-graph-backend-decode", "disabled"]
     command += ["--cuda-graph-backend-prefill", "disabled"]
-    if not torch.cuda.is_available():
-        command += ["--device", "cpu", "--sampling-backend", "pytorch"]
-        command += ["--dtype", "float32"]
+    command += ["--device", "cpu", "--sampling-backend", "pytorch"]
+    command += ["--dtype", "float32"]
     return [*command, *flags.extra]
 
 
@@ -110,9 +109,8 @@ class Server:
 
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        if not torch.cuda.is_available():
-            # More threads than one per process slow each other down on few cores.
-            self._environment.setdefault("OMP_NUM_THREADS", "1")
+        # More threads than one per process slow each other down on few cores.
+        self._environment.setdefault("OMP_NUM_THREADS", "1")
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,

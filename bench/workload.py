@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,13 @@ class RequestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """A greedy request; it cannot end by itself before `min_new_tokens`."""
+    """A greedy request; it cannot end by itself before `min_new_tokens`. `tiered` is
+    what it asks of a tiered server, such as {"policy": "recency"}."""
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     min_new_tokens: int = 0
+    tiered: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,14 @@ async def _run_wave(
 async def _generate(
     client: httpx.AsyncClient, request: Request, on_tokens: Callable[[int], object]
 ) -> Answer:
-    body = {
-        "input_ids": request.prompt,
-        "sampling_params": {
-            "temperature": 0,
-            "max_new_tokens": request.max_new_tokens,
-            "min_new_tokens": request.min_new_tokens,
-        },
-        "stream": True,
+    sampling: dict[str, Any] = {
+        "temperature": 0,
+        "max_new_tokens": request.max_new_tokens,
+        "min_new_tokens": request.min_new_tokens,
     }
+    if request.tiered is not None:
+        sampling["custom_params"] = {"tiered": request.tiered}
+    body = {"input_ids": request.prompt, "sampling_params": sampling, "stream": True}
     start = time.perf_counter()
     first_token_s: float | None = None
     event: dict[str, Any] = {}
