@@ -8,6 +8,7 @@ request after the other, while they are still in the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -84,7 +85,13 @@ def add_weights(total: torch.Tensor, heads: torch.Tensor, keys: torch.Tensor) ->
     """
     logits = torch.bmm(heads, keys.float().permute(1, 2, 0))
     weights = torch.softmax(logits, dim=-1).view(-1, len(total))
-    total.add_(weights.sum(dim=0), alpha=1 / len(weights))
+    # Sum and addition in one: this runs for every request in every scored layer.
+    total.addmv_(weights.t(), _ones(len(weights)), alpha=1 / len(weights))
+
+
+@cache
+def _ones(count: int) -> torch.Tensor:
+    return torch.ones(count)
 
 
 class ForwardScores:
@@ -117,7 +124,7 @@ class ForwardScores:
 
     def begin_layer(self, query: torch.Tensor, kv_heads: int, scale: float) -> None:
         """A scored layer begins. ``query``: [b, query heads, d], one per request."""
-        self._heads = scaled_heads(query, kv_heads, scale)
+        self._heads = scaled_heads(query, kv_heads, scale).unbind()
 
     def add(self, request: int, keys: torch.Tensor) -> None:
         """``keys``: [l, kv heads, d], all that ``request`` attends to in this layer;
