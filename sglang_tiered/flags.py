@@ -229,6 +229,7 @@ FLAGS: tuple[Flag, ...] = (
         ),
         example="0.5",
         minimum=0,
+        above_minimum=True,
         maximum=1,
     ),
     Flag(

@@ -40,11 +40,6 @@ class ScoreFeed:
         """The last layer that is scored."""
         return (self.num_layers - 1) // self.score_layers * self.score_layers
 
-    @property
-    def scored_layers(self) -> int:
-        """How many layers are scored."""
-        return self.last_layer // self.score_layers + 1
-
 
 def decode_weights(
     query: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, scale: float

@@ -140,6 +140,7 @@ class Server:
         self.retract_next = False  # as SGLANG_TEST_RETRACT does
         self.aborted: list[Req] = []  # that not even a retraction made room for
         self.forwards = self.retracted = self.recomputed = 0
+        self.most_recomputed = 0  # by one resume
 
     def close(self) -> None:
         self.tiers.close()
@@ -309,7 +310,12 @@ class Server:
             self.chunked.inflight_middle_chunks += 1
         for req in adder.can_run_list:
             if req.is_retracted:
-                self.recomputed += len(req.full_untruncated_fill_ids) - req.prefix_len
+                again = len(req.full_untruncated_fill_ids) - req.prefix_len
+                self.recomputed += again
+                # Without an output it left between two chunks of its prompt, and what
+                # was never computed is not computed again.
+                if req.output_ids:
+                    self.most_recomputed = max(self.most_recomputed, again)
         batch = ScheduleBatch.init_new(
             adder.can_run_list,
             self.row_pool,

@@ -93,6 +93,59 @@ def test_a_write_touches_only_its_pages() -> None:
     assert touched == [(1, "k", 3)]
 
 
+# -- codes and scales are one record
+
+
+LOUDNESS = torch.tensor([[1e3], [1e-3]])
+
+
+def loud_and_quiet(layout: PoolLayout, name: str) -> torch.Tensor:
+    """Two pages: with the scale of the other, neither would be recognised."""
+    rows = random_pages(layout, name, 2).float() * LOUDNESS
+    return rows.to(layout.row_buffer(0, name).dtype)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_sglang_35888_a_row_moves_with_its_scales(name: str) -> None:
+    """sglang#35888: a pool's scales were left behind by an offload. Here the bytes of a
+    page are all there is of it."""
+    layout = make_layout(KEY_VALUE, page_size=4)
+    pool, other = Int8Pool(layout, 2), Int8Pool(layout, 2)
+    rows = loud_and_quiet(layout, name)
+    pool.write(0, name, pages(0, 1), rows)
+    other.records(0, name)[pages(1, 0)] = pool.records(0, name)
+    moved = other.read(0, name, pages(1, 0))
+    assert torch.equal(moved, pool.read(0, name, pages(0, 1)))
+    close = torch.testing.assert_close
+    close(moved / LOUDNESS, rows / LOUDNESS, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_sglang_35888_a_token_of_a_page_is_sliced_with_its_scales(name: str) -> None:
+    """sglang#35888."""
+    layout = make_layout(KEY_VALUE, page_size=4)
+    pool = Int8Pool(layout, 2)
+    pool.write(0, name, pages(0, 1), loud_and_quiet(layout, name))
+    codec = pool.codec(0, name)
+    whole = pool.read(0, name, pages(0, 1)).view(8, codec.heads, codec.dim)
+    records = pool.records(0, name).view(8, codec.record_bytes)
+    for token in range(8):
+        alone = codec.dequantise(records[token : token + 1])
+        assert torch.equal(alone, whole[token : token + 1])
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_sglang_35888_a_page_that_is_used_again_keeps_no_scale(name: str) -> None:
+    """sglang#35888."""
+    layout = make_layout(KEY_VALUE, page_size=4)
+    used, fresh = Int8Pool(layout, 1), Int8Pool(layout, 1)
+    loud, quiet = loud_and_quiet(layout, name).split(1)
+    used.write(0, name, pages(0), loud)
+    for pool in (used, fresh):
+        pool.write(0, name, pages(0), quiet)
+    assert torch.equal(used.records(0, name), fresh.records(0, name))
+
+
 def test_pages_never_written_are_zero() -> None:
     pool = Int8Pool(make_layout(LATENT, page_size=4), 2)
     assert not pool.read(0, "latent", pages(0, 1)).any()

@@ -1,7 +1,11 @@
 """Who owns which slot: each transition, what it refuses, and what an audit finds."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiers import pages
 
 from sglang_tiered.memory.ledger import NONE, Ledger
@@ -296,6 +300,55 @@ def test_lmcache_2954_readers_never_go_negative(
         ledger.unread(tree[:1], epoch=1)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    visits=st.lists(
+        st.tuples(
+            st.sampled_from(["read", "park"]),
+            st.sets(st.integers(0, 2), min_size=1),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    data=st.data(),
+)
+def test_lmcache_2017_readers_that_come_and_go_in_any_order_leave_nothing(
+    visits: list[tuple[str, set[int]]], data: st.DataObject
+) -> None:
+    """LMCache#2017: pins leaked. Pages move while they are read, too."""
+    ledger = Ledger(
+        t0_pages=T0, host_pages=HOST, window_pages=WINDOW, max_rows=4, page_size=4
+    )
+    tree = ledger.allocate(3, epoch=1)
+    ledger.give_to_tree(tree)
+    coming, here = list(visits), []
+    while coming or here:
+        what = data.draw(st.sampled_from(["come", "go", "move"]))
+        if what == "move":
+            pages_read = tree[ledger.readers[tree] > 0]
+            ledger.demote(pages_read[ledger.t0_page[pages_read] >= 0])
+        elif coming and (what == "come" or not here):
+            kind, which = coming.pop()
+            here.append((kind, tree[sorted(which)]))
+            getattr(ledger, kind)(here[-1][1])
+        elif here:
+            kind, gone = here.pop(data.draw(st.integers(0, len(here) - 1)))
+            ledger.unread(gone, epoch=0) if kind == "read" else ledger.unpark(gone)
+        ledger.check_integrity()
+        expected = Counter(
+            (kind, page) for kind, held in here for page in held.tolist()
+        )
+        for kind, count in (("read", ledger.readers), ("park", ledger.parks)):
+            assert count[tree].tolist() == [expected[kind, page] for page in tree]
+    assert ledger.window.used == ledger.unplaced == ledger.t0_read == 0
+    with pytest.raises(RuntimeError, match="nobody was reading"):
+        ledger.unread(tree[:1], epoch=0)
+    with pytest.raises(RuntimeError, match="not parked"):
+        ledger.unpark(tree[:1])
+    ledger.release(tree)
+    assert counts(ledger) == {}
+
+
 def test_a_page_read_in_t1_has_no_place_yet(ledger: Ledger, tree: np.ndarray) -> None:
     ledger.demote(tree)
     ledger.read(tree[:2])
@@ -496,15 +549,34 @@ def test_an_audit_finds_a_wrong_entry(
         ledger.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["t0_read", "t0_unread", "t1", "unplaced", "clean"])
+@pytest.mark.parametrize(
+    "name",
+    ["t0_read", "t0_unread", "t1", "t2", "t3", "exact", "unplaced", "clean"],
+)
 @pytest.mark.parametrize("by", [-1, 1])
 def test_sglang_35270_every_counter_is_the_size_of_its_set(
     name: str, by: int, ledger: Ledger, tree: np.ndarray
 ) -> None:
-    """sglang#35270."""
+    """sglang#35270: of pages that are shared, too."""
+    ledger.read(tree[:2])
+    ledger.read(tree[:1])
+    ledger.check_integrity()
     setattr(ledger, name, getattr(ledger, name) + by)
     with pytest.raises(AssertionError):
         ledger.check_integrity()
+
+
+def test_sglang_35270_a_page_with_two_readers_is_one_page(
+    ledger: Ledger, tree: np.ndarray
+) -> None:
+    """sglang#35270: shared pages were counted twice."""
+    ledger.read(tree)
+    ledger.read(tree[:2])
+    assert counts(ledger) == {"t0_read": 3}
+    assert ledger.read_pages == 3
+    ledger.demote(tree[:1])
+    assert counts(ledger) == {"t0_read": 2, "t1": 1, "window": 1}
+    assert ledger.read_pages == 3
 
 
 def test_a_leak_is_found(ledger: Ledger, tree: np.ndarray) -> None:

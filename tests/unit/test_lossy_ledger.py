@@ -113,13 +113,29 @@ def test_no_page_of_the_tree_is_rounded(ledger: Ledger, own: np.ndarray) -> None
         ledger.compress(own[:1], epoch=1)
 
 
-def test_a_rounded_page_is_released_with_its_int8_page(
+def test_sglang_35888_a_rounded_page_moves_with_its_one_record(
     ledger: Ledger, own: np.ndarray
 ) -> None:
+    """sglang#35888: there is no second slot, of scales, that could stay behind."""
+    record = ledger.compress(own[:1], epoch=1)
+    for move in (ledger.promote, lambda page, _: ledger.demote(page)):
+        move(own[:1], 1)
+        assert ledger.int8_page[own[:1]].tolist() == record.tolist()
+        assert ledger.int8.used == 1
+    assert (ledger.t1, ledger.t2, ledger.host.used) == (0, 1, 0)
+
+
+@pytest.mark.parametrize("how", ["release", "drop"])
+def test_sglang_35888_a_rounded_page_is_freed_with_its_record(
+    ledger: Ledger, own: np.ndarray, how: str
+) -> None:
+    """sglang#35888: and so once the forward that reads it is over, not before."""
     ledger.compress(own[:2], epoch=1)
-    ledger.release(own)
+    getattr(ledger, how)(own, 1)
+    assert (ledger.int8.used, ledger.int8.available) == (0, 0)
     assert used(ledger) == {}
-    assert ledger.live.sum() == 0
+    ledger.int8.retire(1)
+    assert ledger.int8.available == INT8
 
 
 # -- T3

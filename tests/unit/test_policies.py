@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tiers import LAYERS, NO_PAGES, Array, Tiers, batch_of
 
+from sglang_tiered.memory.manager import TierRules
 from sglang_tiered.policy import registry
 from sglang_tiered.policy.base import Candidates, Policy, Statistic, Tier
 from sglang_tiered.policy.random import _mix
@@ -269,6 +271,118 @@ def test_who_drops_pages_gets_what_the_accounting_needs(policy: Policy) -> None:
 def test_the_settings_of_a_policy_cannot_change(policy: Policy) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.budget = 0.5  # type: ignore[attr-defined]
+
+
+# -- in the real tier manager
+
+PROMPT, SINKS, RECENT, STEPS = 6, 3, 5, 50
+
+
+class Running(Tiers):
+    """One request that generates, and whose rows the real manager moves."""
+
+    def __init__(self, policy: Policy, page_size: int, t0: int) -> None:
+        super().__init__(
+            page_size=page_size,
+            t0=t0,
+            window=64,
+            host=64,
+            int8=16,
+            rules=TierRules(sink_tokens=SINKS, recent_window=RECENT, retier_interval=4),
+            policy=policy,
+        )
+        self.length = 0
+        self.pages = NO_PAGES
+        self.protected_left = 0
+        self.forward(PROMPT, decode=False)
+
+    def protected(self) -> Array:
+        """bool [pages]: has a token of the prompt, a sink or one of the last."""
+        first = np.arange(len(self.pages)) * self.page_size
+        end = first + self.page_size
+        return (first < PROMPT + SINKS) | (end > self.length - RECENT)
+
+    def in_t0(self) -> Array:
+        return self.ledger.t0_page[self.pages] >= 0
+
+    def forward(self, new: int, *, decode: bool = True) -> None:
+        """Write the rows of ``new`` tokens, each of which names its position."""
+        count = -(-(self.length + new) // self.page_size) - len(self.pages)
+        self.watch(lambda: self.manager.make_room(count))
+        self.pages = np.concatenate([self.pages, self.manager.allocate(count)])
+        position = np.arange(self.length, self.length + new)
+        self.length += new
+        page, offset = np.divmod(position, self.page_size)
+        ids = self.pages[page] * self.page_size + offset
+        batch = batch_of((1, self.length, new, PROMPT), ids=ids, decode=decode)
+        self.manager.begin_forward(batch, None if decode else NO_PAGES)
+        for layer in range(LAYERS):
+            self.write(layer, ids, position.astype(np.float32))
+        if self.manager.scores.lanes.any():
+            # Of some fixed weights: the same page is looked at more than another.
+            read = np.repeat(self.pages * self.page_size, self.page_size)
+            read += np.tile(np.arange(self.page_size), len(self.pages))
+            self.manager.scores.score[read] += read * 7919 % 101
+            self.manager.scores.steps[read] += 1
+        self.watch(lambda: self.manager.end_forward(batch))
+        self.check_integrity()
+
+    def watch(self, move: Callable[[], object]) -> None:
+        """Let the manager move rows; what protects some of them must be heeded."""
+        before = self.in_t0()
+        move()
+        after, protected = self.in_t0(), self.protected()
+        lost = self.ledger.dropped[self.pages] | self.ledger.is_lossy(self.pages)
+        assert not lost[protected].any()
+        left = before & ~after & protected
+        self.protected_left += int(left.sum())
+        assert not (left.any() and after[~protected].any())
+
+
+@pytest.fixture
+def run(policy: Policy) -> Iterator[Callable[[int, int], Running]]:
+    made: list[Running] = []
+
+    def run_request(page_size: int, t0: int) -> Running:
+        made.append(Running(policy, page_size, t0))
+        for _ in range(STEPS):
+            made[-1].forward(1)
+        return made[-1]
+
+    yield run_request
+    for running in made:
+        running.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_the_manager_leaves_protected_pages_alone(
+    run: Callable[[int, int], Running], page_size: int
+) -> None:
+    """Prompt, sinks and recent window: not one of their pages is ever dropped or
+    compressed (see ``watch``), nor leaves T0 where there is room."""
+    running = run(page_size, 64)
+    assert running.in_t0()[running.protected()].all()
+    assert running.protected_left == 0
+
+
+def test_the_manager_does_take_the_others(
+    policy: Policy, run: Callable[[int, int], Running]
+) -> None:
+    """Or the test above would say nothing."""
+    running = run(1, 64)
+    rows = running.ledger.rows
+    assert (rows.dropped[1] > 0) == (policy.evict_share > 0)
+    assert (rows.compressed[1] > 0) == (policy.compress_share > 0)
+    assert policy.hbm_ratio is None or not running.in_t0().all()
+
+
+@pytest.mark.parametrize(("page_size", "t0"), [(1, 12), (4, 5)])
+def test_under_pressure_protected_pages_leave_t0_last(
+    run: Callable[[int, int], Running], page_size: int, t0: int
+) -> None:
+    """T0 is smaller than what is protected: some of it leaves, but never while an
+    unprotected page is in T0 (see ``watch``)."""
+    assert run(page_size, t0).protected_left > 0
 
 
 # -- one example of each, by hand

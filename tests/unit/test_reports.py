@@ -18,7 +18,10 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.runtime_context import get_memory
 
+from sglang_tiered.memory.manager import TierRules
+from sglang_tiered.policy.base import Policy
 from sglang_tiered.policy.protection import Protection
+from sglang_tiered.policy.streaming import Streaming
 from sglang_tiered.sglang import pool as tiered_pool
 from sglang_tiered.sglang.refusals import Refusal
 
@@ -93,6 +96,7 @@ def disconnects(server: Server, req: Req) -> None:
 def is_retracted_and_resumes(server: Server, req: Req) -> None:
     server.retract(req)
     server.run()
+    assert 0 < server.most_recomputed <= server.page_size
 
 
 def is_retracted_and_disconnects(server: Server, req: Req) -> None:
@@ -107,6 +111,7 @@ def is_retracted_twice(server: Server, req: Req) -> None:
         server.step()
         server.step()
     server.run()
+    assert 0 < server.most_recomputed <= server.page_size
 
 
 def fails(server: Server, req: Req) -> None:
@@ -249,14 +254,19 @@ def test_sglang_18701_a_session_leaves_nothing(how: str, server: Server) -> None
 
 
 def test_sglang_28702_rows_are_released_once(server: Server) -> None:
-    """sglang#28702: a second release raises, and breaks nothing."""
+    """sglang#28702: "already freed" under concurrency, of two release paths. The second
+    one is refused by us, and breaks nothing."""
     req = started(server, "r", PROMPT, 12)
     other = started(server, "s", PROMPT[::-1], 12)
-    server.abort(req)
-    server.step()
+    row = server.row_pool.req_to_token[req.kv.req_pool_idx].clone()
+    private = row[req.kv.cache_protected_len : req.kv.kv_allocated_len]
+    req.to_finish = FINISH_ABORT("broken")
+    req.update_finish_state(0)
+    release_kv_cache(req, server.cache, checkpoint=False)
     before = used(server)
-    with pytest.raises((AssertionError, RuntimeError)):
-        release_kv_cache(req, server.cache, checkpoint=False)
+    for ids in (private, private[:1]):
+        with pytest.raises(RuntimeError, match="double free of virtual pages"):
+            server.allocator.free(ids)
     server.check_integrity()
     assert used(server) == before
     server.run()
@@ -318,16 +328,26 @@ def test_sglang_27666_demoted_rows_stay_the_trees(server: Server) -> None:
     assert list(second.output_ids) == server.expected([*PROMPT, 7], 5)
 
 
+@pytest.mark.parametrize("policy", [None, Streaming(budget=0.5)], ids=repr)
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_vllm_39806_what_enters_the_tree_is_exact(
-    page_size: int, make_server: Callable[..., Server]
+    page_size: int, policy: Policy | None, make_server: Callable[..., Server]
 ) -> None:
-    """vllm#39806: the last token has no row yet, a part of a page is no page."""
-    server = make_server(page_size=page_size, t0=32, window=16, host=64)
-    req = server.request(PROMPT, 7, "r")
+    """vllm#39806: the last token has no row yet, a part of a page is no page, and what
+    comes behind a dropped row was computed without it."""
+    rules = TierRules(sink_tokens=1, recent_window=2, retier_interval=4)
+    server = make_server(page_size=page_size, chunk=16, rules=rules, policy=policy)
+    req = started(server, "r", PROMPT, 30, steps=29)
+    assert server.ledger.dropped.any() == (policy is not None)
     server.run()
     length = len(PROMPT) + len(req.output_ids) - 1
-    assert server.cache.evictable_size() == length // page_size * page_size
+    exact = length // page_size
+    if policy is not None:
+        first = len(PROMPT) + 1  # the sink
+        exact = -(-first // page_size)
+    assert server.cache.evictable_size() == exact * page_size
+    tree = server.ledger.live & ~server.ledger.private
+    assert int(tree.sum()) == server.ledger.virtual.used == exact
 
 
 def test_vllm_39806_the_row_in_flight_is_not_parked(
@@ -359,7 +379,11 @@ def test_vllm_39806_thinking_enters_the_tree_cold(server: Server) -> None:
     _, classes = manager._rank(pages)
     dead = pages[classes == Protection.COLD]
     assert len(dead) == len(PROMPT) + 9
-    assert set(dead).isdisjoint(pages_of(server, running))
+    alive = pages_of(server, running)
+    assert set(dead).isdisjoint(alive)
+    assert manager.make_room(server.ledger.t0.available + len(dead))
+    assert (server.ledger.t0_page[dead] < 0).all()
+    assert (server.ledger.t0_page[alive] >= 0).all()
     server.cache.evict(EvictParams(num_tokens=1))
     assert server.cache.evictable_size() == len(PROMPT)
 
@@ -406,6 +430,24 @@ def test_vllm_52530_what_can_never_fit_ends_at_once(
     assert "--max-total-tokens or --tiered-window-tokens" in req.to_finish.message
 
 
+def test_an_output_that_is_cut_short_is_told_the_numbers(
+    make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(chunk=8)
+    Scheduler.init_req_max_new_tokens(scheduler_of(server), long_request(20, 100))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "asks for 100 new tokens behind a prompt of 20" in line
+    assert "T0 32 + window 16" in line
+
+
+def test_an_output_that_fits_is_not_worth_a_line(
+    make_server: Callable[..., Server], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(chunk=8)
+    Scheduler.init_req_max_new_tokens(scheduler_of(server), long_request(20, 10))
+    assert not caplog.records
+
+
 def test_vllm_52530_what_fits_alone_is_clipped_and_runs(
     make_server: Callable[..., Server],
 ) -> None:
@@ -425,7 +467,8 @@ def test_sglang_19881_the_last_request_fills_the_pool_and_ends(
     make_server: Callable[..., Server],
 ) -> None:
     """sglang#19881: the last running request filled the pool and the scheduler died.
-    Ours is demoted first; if even that is refused, it ends and others go on."""
+    Ours is demoted first; when T0 and window are full, it ends and others go on. (A
+    request is clipped to what they hold; this one is not.)"""
     server = make_server(chunk=16)
     req = started(server, "r", PROMPT, 37)
     server.run()
@@ -433,8 +476,12 @@ def test_sglang_19881_the_last_request_fills_the_pool_and_ends(
     assert not server.aborted
     assert list(req.output_ids) == server.expected(PROMPT, 37)
     lost = started(server, "s", PROMPT[::-1], 10)
-    is_the_last_and_does_not_fit(server, lost)
+    lost.sampling_params.max_new_tokens = 1000
+    server.run()
+    assert server.aborted == [lost]
     assert "Out of memory even after retracting" in lost.to_finish.message
+    assert len(PROMPT) + len(lost.output_ids) == 32 + 16 + 1  # one has no row yet
+    assert server.cache.parked_requests() == server.cache.running_requests() == 0
     after = server.request([3, 1, 4], 5, "t")
     server.run()
     assert list(after.output_ids) == server.expected([3, 1, 4], 5)
@@ -458,12 +505,16 @@ def test_sglang_23704_a_full_host_in_mid_decode_is_no_exception(
         assert list(req.output_ids) == server.expected(prompt, 12)
 
 
+@pytest.mark.parametrize("page_size", [1, 4])
 def test_sglang_14972_a_retraction_makes_the_room_it_promised(
-    make_server: Callable[..., Server],
+    page_size: int, make_server: Callable[..., Server]
 ) -> None:
     """sglang#14972: an allocation failed though a retraction had just freed room;
-    the step before was still in flight, as it is under overlap scheduling."""
-    server = make_server(t0=24, window=24, host=48, overlap=True)
+    the step before was still in flight, as it is under overlap scheduling. No resume
+    computes more than a page again."""
+    sizes = {"t0": 24, "window": 24, "host": 96}
+    sizes = {name: tokens // page_size for name, tokens in sizes.items()}
+    server = make_server(page_size=page_size, overlap=True, chunk=8, **sizes)
     prompts = [[n, 1, 2] for n in range(4)]
     reqs = [server.request(p, 18, f"r{n}") for n, p in enumerate(prompts)]
     for _ in range(400):
@@ -472,6 +523,7 @@ def test_sglang_14972_a_retraction_makes_the_room_it_promised(
         server.retract_next = server.forwards % 4 == 0
         server.step()
     assert server.retracted > 3
+    assert 0 < server.most_recomputed <= page_size
     assert server.manager.counters.demoted > 0
     for req, prompt in zip(reqs, prompts, strict=True):
         assert list(req.output_ids) == server.expected(prompt, 18)
@@ -499,11 +551,15 @@ def test_vllm_39702_room_that_went_away_is_found_again(server: Server) -> None:
     server.flush()
 
 
-def test_sglang_4987_eviction_frees_what_it_was_asked_for(server: Server) -> None:
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_sglang_4987_eviction_frees_what_it_was_asked_for(
+    page_size: int, make_server: Callable[..., Server]
+) -> None:
     """sglang#4987: ids that are short are evicted leaf by leaf, and no leaf more than
-    needed."""
+    needed. Pages are asked for, leaves are counted in tokens."""
+    server = make_server(page_size=page_size)
     for n in range(8):
-        server.request([n, 1, 2, 3, 4, 5, 6, 7], 1, f"r{n}")
+        server.request([n, *range(8 * page_size - 1)], 1, f"r{n}")
     server.run()
     leaf = 8
     before = server.ledger.virtual.available
@@ -515,10 +571,14 @@ def test_sglang_4987_eviction_frees_what_it_was_asked_for(server: Server) -> Non
 
 
 def test_sglang_4987_parked_rows_are_given_up_last(server: Server) -> None:
-    """sglang#4987: what is asked for is freed, though only parked rows are left."""
+    """sglang#4987: cold rows go first; but what is asked for is freed, though only
+    parked rows are left."""
+    server.request([5, 6, 7, 8], 3, "cold")
+    server.run()
     req = started(server, "r", PROMPT, 12)
     server.retract(req)
     evictable = server.cache.evictable_size()
+    assert evictable == 4 + 2
     before = server.ledger.virtual.available
     server.cache._reclaim(evictable)
     assert server.cache.parked_requests() == 1
@@ -542,6 +602,7 @@ def test_vllm_29870_a_retracted_request_comes_back_to_its_rows(server: Server) -
         server.step()
     server.run()
     assert server.recomputed == 5
+    assert server.most_recomputed == 1
     assert list(req.output_ids) == server.expected(PROMPT, 20)
 
 

@@ -51,7 +51,7 @@ class TierMachine(RuleBasedStateMachine):
     """Rules are what SGLang does to a pool; the tree keeps one node a page."""
 
     @initialize(
-        page_size=st.sampled_from([1, 4, 16]),
+        page_size=st.sampled_from([1, 2, 4, 16, 64]),
         sizes=st.sampled_from([(12, 6, 20), (10, 10, 12), (16, 4, 40)]),
         policy=st.sampled_from(
             [

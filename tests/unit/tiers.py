@@ -62,8 +62,9 @@ class Tiers:
         rules: TierRules | None = None,
         policy: Policy | None = None,
         recorder: Recorder | None = None,
+        layers: tuple[tuple[RowBuffer, ...], ...] = (LAYER,) * LAYERS,
     ) -> None:
-        self.layout = PoolLayout(page_size, t0, window, host, (LAYER,) * LAYERS)
+        self.layout = PoolLayout(page_size, t0, window, host, layers)
         self.backing = MemfdBacking(self.layout)
         self.host = HostPool(self.layout)
         self.int8 = Int8Pool(self.layout, int8) if int8 else None
@@ -110,8 +111,8 @@ class Tiers:
         del self.engine, self.backing, self.host, self.int8
 
     def poison(self, physical: Array) -> None:
-        for layer in range(LAYERS):
-            for buffer in LAYER:
+        for layer, buffers in enumerate(self.layout.layers):
+            for buffer in buffers:
                 self._rows(layer, buffer.name)[physical] = np.nan
 
     def physical(self, virtual: Array) -> Array:
