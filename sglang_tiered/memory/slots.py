@@ -70,7 +70,8 @@ class SlotPool:
         if n > self._top:
             raise RuntimeError(f"{n} {self.name}s asked for, {self._top} free")
         if self.lowest_first and not self._sorted:
-            self._stack[: self._top][::-1].sort()
+            # A merge sort: all but what was freed since the last one is one run.
+            self._stack[: self._top][::-1].sort(kind="stable")
             self._sorted = True
         slots = self._stack[self._top - n : self._top][::-1].copy()
         self._top -= n

@@ -32,6 +32,10 @@ class QuantisedRows(Protocol):
         """Dequantised ``pages`` (int64 [n]): [n, page_size * row_width]."""
 
 
+# Positions among the places asked for, the tier that has them, their pages there.
+_Group = tuple[torch.Tensor | slice, str, torch.Tensor]
+
+
 class RowStatistics:
     """Statistics of pages over the buffers "k" and "v" of all layers.
 
@@ -48,9 +52,10 @@ class RowStatistics:
         """Mean over layers, kv heads and the page's tokens of the Euclidean norm of
         the value: float32 [n]."""
         total = torch.zeros(len(places))
-        for layer in range(self._layout.num_layers):
-            values = self._rows(places, layer, "v")
-            total += values.norm(dim=-1).mean(dim=(1, 2))
+        for at, tier, pages in self._by_tier(places):
+            for layer in range(self._layout.num_layers):
+                values = self._read(tier, layer, "v", pages)
+                total[at] += torch.linalg.vector_norm(values, dim=-1).mean(dim=(1, 2))
         return (total / self._layout.num_layers).numpy()
 
     def redundancy(self, places: Places) -> np.ndarray:
@@ -62,38 +67,60 @@ class RowStatistics:
         in all of them at once, hence the mean.
         """
         total = torch.zeros(len(places), self._layout.page_size)
+        by_tier = self._by_tier(places)
         heads = 0
         for layer in range(self._layout.num_layers):
-            keys = self._rows(places, layer, "k").flatten(0, 1).unbind(dim=1)
-            heads += len(keys)
-            for head in keys:
+            keys = self._rows(by_tier, len(places), layer, "k")
+            for head in keys.flatten(0, 1).unbind(dim=1):
+                heads += 1
                 total += key_redundancy(head).view_as(total)
         return (total / heads).mean(dim=1).numpy()
 
-    def _rows(self, places: Places, layer: int, name: str) -> torch.Tensor:
-        """float32 [n, page_size, heads, dim], a row without heads being one head."""
-        buffer = self._layout.row_buffer(layer, name)
-        width = self._layout.page_size * buffer.row_width
-        rows = torch.empty(len(places), width, dtype=buffer.dtype)
-        missing = torch.ones(len(places), dtype=torch.bool)
-        for numbers, source in (
-            (places.t0, self._backing.pages(layer, name)),
-            (places.host, self._host.pages(layer, name)),
-        ):
-            pages = torch.from_numpy(numbers)
-            here = missing & (pages >= 0)
-            rows[here] = source[pages[here]]
+    def _by_tier(self, places: Places) -> list[_Group]:
+        """Which of ``places`` to read where."""
+        tiers = [("t0", places.t0), ("host", places.host)]
+        if self._int8 is not None:
+            tiers.append(("int8", places.int8))
+        groups: list[_Group] = []
+        missing = np.ones(len(places), dtype=bool)
+        for tier, numbers in tiers:
+            here = missing & (numbers >= 0)
             missing &= ~here
+            if here.all():  # as is the rule
+                groups.append((slice(None), tier, torch.from_numpy(numbers)))
+            elif here.any():
+                at = torch.from_numpy(np.flatnonzero(here))
+                groups.append((at, tier, torch.from_numpy(numbers[here])))
         if missing.any():
-            pages = torch.from_numpy(places.int8)[missing]
-            if self._int8 is None or int(pages.min()) < 0:
-                raise ValueError(
-                    f"some of {len(places)} pages have rows in no tier: T0 and host "
-                    f"pool lack {int(missing.sum())}"
-                )
-            rows[missing] = self._int8.read(layer, name, pages)
+            raise ValueError(
+                f"{int(missing.sum())} of {len(places)} pages have rows in no tier"
+            )
+        return groups
+
+    def _rows(
+        self, by_tier: list[_Group], count: int, layer: int, name: str
+    ) -> torch.Tensor:
+        """float32 [count, page_size, heads, dim], the groups put together."""
+        dim = self._layout.row_buffer(layer, name).shape[-1]
+        heads = self._layout.row_buffer(layer, name).row_width // dim
+        rows = torch.empty(count, self._layout.page_size, heads, dim)
+        for at, tier, pages in by_tier:
+            rows[at] = self._read(tier, layer, name, pages)
+        return rows
+
+    def _read(
+        self, tier: str, layer: int, name: str, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """float32 [n, page_size, heads, dim], a row without heads being one head."""
+        if tier == "int8":
+            assert self._int8 is not None
+            rows = self._int8.read(layer, name, pages)
+        else:
+            source = self._backing if tier == "t0" else self._host
+            rows = source.pages(layer, name).index_select(0, pages)
+        buffer = self._layout.row_buffer(layer, name)
         dim = buffer.shape[-1]
-        shape = (len(places), self._layout.page_size, buffer.row_width // dim, dim)
+        shape = (len(pages), self._layout.page_size, buffer.row_width // dim, dim)
         return rows.view(shape).float()
 
 
