@@ -3,7 +3,8 @@
 Under CI it fails when other tests were skipped than those listed here, so that no test
 stops running without anybody noticing. It ends with the counters that passed tests
 recorded with `record_property`. Tests that start servers share one worker of
-pytest-xdist: there is memory and processor for one server at a time.
+pytest-xdist: there is memory and processor for one server at a time. So do those of
+interpreted kernels, which share one child process.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import pytest
 # Ids of the tests that CI may skip: none.
 EXPECTED_SKIPS: frozenset[str] = frozenset()
 
+# Tests of each of these markers run on one worker.
+TOGETHER = ("server", "interpreted")
+
 _skipped: set[str] = set()
 
 
@@ -25,8 +29,9 @@ def pytest_collection_modifyitems(
 ) -> None:
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            if item.get_closest_marker("server"):
-                item.add_marker(pytest.mark.xdist_group("servers"))
+            for marker in TOGETHER:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.xdist_group(marker))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -285,6 +285,66 @@ class ScorePass:
             raise ValueError("query and keys: one type, channels side by side")
 
 
+@triton.jit
+def _bounds(
+    indptr: tl.tensor, request: tl.tensor, size: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a request's packed rows begin, and how many they are."""
+    begin = tl.load(indptr + request)
+    # Bounds that do not fit the table are a bug elsewhere: not one to write memory by.
+    return begin, tl.minimum(tl.load(indptr + request + 1), size) - begin
+
+
+@triton.jit
+def _query_of(
+    query: tl.tensor,
+    request: tl.tensor,
+    head: tl.tensor,
+    real: tl.tensor,
+    stride: tl.tensor,
+    head_stride: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """[group, DIM]: the query heads ``head`` of a request; 0 where not ``real``."""
+    heads = head[:, None] * head_stride + tl.arange(0, DIM)[None, :]
+    at = query + request.to(tl.int64) * stride + heads
+    return tl.load(at, mask=real[:, None], other=0.0)
+
+
+@triton.jit
+def _logits(
+    q: tl.tensor,
+    key: tl.tensor,
+    rows: tl.tensor,
+    there: tl.tensor,
+    stride: tl.tensor,
+    DIM: tl.constexpr,
+) -> tl.tensor:
+    """[group, block]: unscaled, with the keys of one kv head at ``rows``; 0 where not
+    ``there``."""
+    # int64: a row times the stride of a row passes 2^31.
+    row = tl.load(rows, mask=there, other=0).to(tl.int64)
+    at = key + row[None, :] * stride + tl.arange(0, DIM)[:, None]
+    k = tl.load(at, mask=there[None, :], other=0.0)
+    return tl.dot(q, k, input_precision="ieee")
+
+
+@triton.jit
+def _over_kv_heads(
+    weights: tl.tensor,
+    there: tl.tensor,
+    capacity: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """[block]: the sum of the kv heads' weights, which lie ``capacity`` apart."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for kv_head in range(KV_HEADS):
+        at = weights + tl.cast(kv_head, tl.int64) * capacity
+        total += tl.load(at, mask=there, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=("size",))
 def _add_weights(
     query: tl.tensor,
@@ -313,34 +373,19 @@ def _add_weights(
     A program takes every ``num_programs(0)``-th block of one request's rows.
     """
     split, request, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin = tl.load(indptr + request)
-    # Bounds that do not fit the table are a bug elsewhere: not one to write memory by.
-    length = tl.minimum(tl.load(indptr + request + 1), size) - begin
+    begin, length = _bounds(indptr, request, size)
     if (tl.load(lanes + request) == 0) | (split * BLOCK >= length):
         return
-    group, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    group = tl.arange(0, PADDED)
     real = group < GROUP
     head = kv_head * GROUP + group
-    q = tl.load(
-        query
-        + request.to(tl.int64) * query_stride
-        + head[:, None] * query_head_stride
-        + dim[None, :],
-        mask=real[:, None],
-        other=0.0,
-    )
+    q = _query_of(query, request, head, real, query_stride, query_head_stride, DIM)
     base = tl.load(lse + request * HEADS + head, mask=real, other=0.0)
     for block in range(split, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         there = place < length
-        # int64: a row times the stride of a row passes 2^31.
-        row = tl.load(rows + begin + place, mask=there, other=0).to(tl.int64)
-        k = tl.load(
-            keys + row[None, :] * key_stride + kv_head * key_head_stride + dim[:, None],
-            mask=there[None, :],
-            other=0.0,
-        )
-        logits = tl.dot(q, k, input_precision="ieee") * scale
+        key = keys + kv_head * key_head_stride
+        logits = _logits(q, key, rows + begin + place, there, key_stride, DIM) * scale
         weight = tl.where(real[:, None], tl.exp2(logits - base[:, None]), 0.0)
         total = tl.sum(weight, 0)
         at = weights + kv_head.to(tl.int64) * capacity + begin + place
@@ -374,31 +419,18 @@ def _partial_log_sum_exp(
     split, request, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if tl.load(lanes + request) == 0:
         return
-    begin = tl.load(indptr + request)
-    length = tl.minimum(tl.load(indptr + request + 1), size) - begin
-    group, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    begin, length = _bounds(indptr, request, size)
+    group = tl.arange(0, PADDED)
     real = group < GROUP
     head = kv_head * GROUP + group
-    q = tl.load(
-        query
-        + request.to(tl.int64) * query_stride
-        + head[:, None] * query_head_stride
-        + dim[None, :],
-        mask=real[:, None],
-        other=0.0,
-    )
+    q = _query_of(query, request, head, real, query_stride, query_head_stride, DIM)
     top = tl.full([PADDED], float("-inf"), tl.float32)
     total = tl.zeros([PADDED], tl.float32)
     for block in range(split, tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         there = place < length
-        row = tl.load(rows + begin + place, mask=there, other=0).to(tl.int64)
-        k = tl.load(
-            keys + row[None, :] * key_stride + kv_head * key_head_stride + dim[:, None],
-            mask=there[None, :],
-            other=0.0,
-        )
-        logits = tl.dot(q, k, input_precision="ieee") * scale
+        key = keys + kv_head * key_head_stride
+        logits = _logits(q, key, rows + begin + place, there, key_stride, DIM) * scale
         logits = tl.where(there[None, :], logits, float("-inf"))
         # Finite: every block has a row.
         higher = tl.maximum(top, tl.max(logits, 1))
@@ -452,15 +484,12 @@ def _enter(
     request = tl.program_id(1)
     if tl.load(lanes + request) == 0:
         return
-    begin = tl.load(indptr + request)
-    length = tl.minimum(tl.load(indptr + request + 1), size) - begin
+    begin, length = _bounds(indptr, request, size)
     for block in range(tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)):
         place = block * BLOCK + tl.arange(0, BLOCK)
         there = place < length
-        total = tl.zeros([BLOCK], tl.float32)
-        for kv_head in range(KV_HEADS):
-            at = weights + tl.cast(kv_head, tl.int64) * capacity + begin + place
-            total += tl.load(at, mask=there, other=0.0)
+        at = weights + begin + place
+        total = _over_kv_heads(at, there, capacity, KV_HEADS, BLOCK)
         token = tl.load(ids + begin + place, mask=there, other=0)
         one = tl.full([BLOCK], 1.0, tl.float32)
         tl.atomic_add(score + token, total * weight, mask=there, sem="relaxed")
@@ -485,18 +514,15 @@ def _enter_in_order(
     """The same without atomics. A program has the same places of all requests, one
     after the other: nobody else has a token that they share."""
     for request in range(batch):
-        begin = tl.load(indptr + request)
-        length = tl.minimum(tl.load(indptr + request + 1), size) - begin
+        begin, length = _bounds(indptr, request, size)
         length = tl.where(tl.load(lanes + request) != 0, length, 0)
         for block in range(
             tl.program_id(0), tl.cdiv(length, BLOCK), tl.num_programs(0)
         ):
             place = block * BLOCK + tl.arange(0, BLOCK)
             there = place < length
-            total = tl.zeros([BLOCK], tl.float32)
-            for kv_head in range(KV_HEADS):
-                at = weights + tl.cast(kv_head, tl.int64) * capacity + begin + place
-                total += tl.load(at, mask=there, other=0.0)
+            at = weights + begin + place
+            total = _over_kv_heads(at, there, capacity, KV_HEADS, BLOCK)
             token = tl.load(ids + begin + place, mask=there, other=0)
             before = tl.load(score + token, mask=there, other=0.0)
             tl.store(score + token, before + total * weight, mask=there)

@@ -135,7 +135,7 @@ class MemfdBacking(Backing):
     def _sizes(self, layer: int, name: str) -> tuple[int, int]:
         page_bytes = self.layout.page_bytes(layer, name)
         window = self.layout.window_pages * page_bytes
-        return self.window_base * page_bytes, _round_up(
+        return self.window_base * page_bytes, round_up(
             window, os.sysconf("SC_PAGESIZE")
         )
 
@@ -218,7 +218,12 @@ def aligned_window_base(layout: PoolLayout, granularity: int) -> int:
         for buffer in buffers:
             page_bytes = layout.page_bytes(layer, buffer.name)
             step = math.lcm(step, granularity // math.gcd(granularity, page_bytes))
-    return _round_up(1 + layout.t0_pages, step)
+    return round_up(1 + layout.t0_pages, step)
+
+
+def round_up(value: int, step: int) -> int:
+    """The least multiple of `step` that is not below `value`."""
+    return -(-value // step) * step
 
 
 class _Region:
@@ -290,7 +295,3 @@ def _too_little(asked: int, free: int) -> MemoryError:
         f"({RESERVE_BYTES} of them kept back): lower --max-total-tokens or "
         "--tiered-window-tokens"
     )
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

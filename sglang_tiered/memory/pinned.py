@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from cuda.bindings import driver
 
+from sglang_tiered.memory.cuda_driver import device_attribute, device_index
 from sglang_tiered.memory.numa import cpus_near, running_on
 
 # The most that is registered at once.
@@ -36,7 +37,7 @@ class _Pinned:
     """The owner of a mapping and of its registrations."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device_index(device)
         _check_host_pointers_work(index)
         self._map = mmap.mmap(-1, max(nbytes, 1))
         bytes_ = np.frombuffer(self._map, np.uint8)
@@ -74,8 +75,7 @@ def _unregister(addresses: list[int]) -> None:
 def _check_host_pointers_work(device: int) -> None:
     attribute = driver.CUdevice_attribute
     flag = attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-    code, works = driver.cuDeviceGetAttribute(flag, device)
-    if code != driver.CUresult.CUDA_SUCCESS or not works:
+    if not device_attribute(flag, device):
         raise RuntimeError(
             f"CUDA device {device} cannot read registered host memory at its host "
             "address, which the tiers need"

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from sglang_tiered.memory.backing import Backing, aligned_window_base
+from sglang_tiered.memory.backing import Backing, aligned_window_base, round_up
+from sglang_tiered.memory.cuda_driver import checked, device_attribute, device_index
 from sglang_tiered.memory.layout import PoolLayout
 
 
@@ -31,13 +32,14 @@ class VmmBacking(Backing):
     """
 
     def __init__(self, layout: PoolLayout, device: torch.device) -> None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device_index(device)
         self._device = torch.device("cuda", index)
         self._property = _allocation_property(index)
-        super().__init__(layout, aligned_window_base(layout, self._granularity()))
+        granularity = self._granularity()
+        super().__init__(layout, aligned_window_base(layout, granularity))
         self._mapped = 0
         try:
-            self._build()
+            self._build(granularity)
         except BaseException:
             self.close()
             raise
@@ -45,11 +47,11 @@ class VmmBacking(Backing):
     def _granularity(self) -> int:
         supported = driver.CUdevice_attribute
         flag = supported.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        if not _checked(driver.cuDeviceGetAttribute(flag, self._device.index)):
+        if not device_attribute(flag, self._device.index):
             raise OSError(f"{self._device} has no virtual memory management")
         recommended = driver.CUmemAllocationGranularity_flags
         return int(
-            _checked(
+            checked(
                 driver.cuMemGetAllocationGranularity(
                     self._property,
                     recommended.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
@@ -57,14 +59,13 @@ class VmmBacking(Backing):
             )
         )
 
-    def _build(self) -> None:
-        granularity = self._granularity()
+    def _build(self, granularity: int) -> None:
         windows: dict[tuple[int, str], _Memory] = {}
         for layer, buffers in enumerate(self.layout.layers):
             for name in (buffer.name for buffer in buffers):
                 page_bytes = self.layout.page_bytes(layer, name)
                 head = self.window_base * page_bytes
-                tail = _round_up(self.layout.window_pages * page_bytes, granularity)
+                tail = round_up(self.layout.window_pages * page_bytes, granularity)
                 if layer < 2:
                     windows[layer, name] = self._allocate(tail)
                 region = _Region(head + tail)
@@ -102,7 +103,7 @@ class _Memory:
                 f"the device has no {size} bytes left for T0 and the windows: lower "
                 "--max-total-tokens, --mem-fraction-static or --tiered-window-tokens"
             )
-        self.handle = _checked(result)
+        self.handle = checked(result)
         weakref.finalize(self, driver.cuMemRelease, self.handle).atexit = False
 
 
@@ -115,7 +116,7 @@ class _Region:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.address = int(_checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
+        self.address = int(checked(driver.cuMemAddressReserve(size, 0, 0, 0)))
         self._mapped: list[tuple[int, int]] = []
         free = weakref.finalize(self, _free, self.address, size, self._mapped)
         # At exit the driver takes everything back by itself, and kernels may still run.
@@ -134,7 +135,7 @@ class _Region:
                 f"{memory.size} bytes at {offset} end outside a region of {self.size}"
             )
         where = self.address + offset
-        _checked(driver.cuMemMap(where, memory.size, 0, memory.handle, 0))
+        checked(driver.cuMemMap(where, memory.size, 0, memory.handle, 0))
         self._mapped.append((where, memory.size))
 
     def allow(self, device: int) -> None:
@@ -143,7 +144,7 @@ class _Region:
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _checked(driver.cuMemSetAccess(self.address, self.size, [access], 1))
+        checked(driver.cuMemSetAccess(self.address, self.size, [access], 1))
 
 
 def _free(address: int, size: int, mapped: list[tuple[int, int]]) -> None:
@@ -165,19 +166,3 @@ def _allocation_property(device: int) -> Any:
     property_.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     property_.location.id = device
     return property_
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """What a driver call returned. Raises OSError where the driver is missing or does
-    not know the call, and RuntimeError for any other error."""
-    code, *values = result
-    errors = driver.CUresult
-    if code in (errors.CUDA_ERROR_NOT_SUPPORTED, errors.CUDA_ERROR_NOT_INITIALIZED):
-        raise OSError(f"the CUDA driver says {code.name}")
-    if code != errors.CUDA_SUCCESS:
-        raise RuntimeError(f"the CUDA driver says {code.name}")
-    return values[0] if values else None
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step

@@ -109,11 +109,12 @@ class RowStatistics:
         self, by_tier: list[_Group], count: int, layer: int, name: str
     ) -> torch.Tensor:
         """float32 [count, page_size, heads, dim], the groups put together."""
-        dim = self._layout.row_buffer(layer, name).shape[-1]
-        heads = self._layout.row_buffer(layer, name).row_width // dim
-        rows = torch.empty(count, self._layout.page_size, heads, dim)
-        for at, tier, pages in by_tier:
-            rows[at] = self._read(tier, layer, name, pages)
+        parts = [
+            (at, self._read(tier, layer, name, pages)) for at, tier, pages in by_tier
+        ]
+        rows = torch.empty(count, *parts[0][1].shape[1:])
+        for at, part in parts:
+            rows[at] = part
         return rows
 
     def _read(

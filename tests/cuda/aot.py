@@ -98,23 +98,17 @@ class _Absent:
         return lambda *args: None
 
 
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 @functools.cache
 def _read(kernel: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        sass = subprocess.run(
-            [knobs.nvidia.nvdisasm.path, "-c", file.name],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+        sass = _output(knobs.nvidia.nvdisasm.path, "-c", file.name)
     # Of the kernel: the line after its name. The first ones are of the whole file.
     own = usage[usage.index(f"Function {kernel.name}") :]
     used = {name: int(size) for name, size in re.findall(r"(\w+):(\d+)", own)}

@@ -17,15 +17,6 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-INTERPRETED = {
-    HERE / name
-    for name in (
-        "test_interpreter.py",
-        "test_gather_kernel.py",
-        "test_score_kernel.py",
-    )
-}
 IN_CHILD = "TRITON_INTERPRET" in os.environ
 # Where the child tells how its tests ended.
 OUTCOMES = "INTERPRETED_OUTCOMES"
@@ -33,20 +24,13 @@ OUTCOMES = "INTERPRETED_OUTCOMES"
 _outcomes: dict[str, str] = {}
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    # One worker of pytest-xdist takes them all: each would run them all.
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            if item.path in INTERPRETED:
-                item.add_marker(pytest.mark.xdist_group("interpreted"))
+def is_interpreted(item: pytest.Item) -> bool:
+    return item.get_closest_marker("interpreted") is not None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if IN_CHILD or pyfuncitem.path not in INTERPRETED:
+    if IN_CHILD or not is_interpreted(pyfuncitem):
         return None
     if not _outcomes:
         _outcomes.update(run_child(pyfuncitem.session))
@@ -58,7 +42,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def run_child(session: pytest.Session) -> dict[str, str]:
     """How each interpreted test of this run ended: what it failed with, "" if not."""
-    tests = [item.nodeid for item in session.items if item.path in INTERPRETED]
+    tests = [item.nodeid for item in session.items if is_interpreted(item)]
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "outcomes.json"
         ended = subprocess.run(

@@ -12,6 +12,8 @@ import torch
 from sglang_tiered.transfer.gather import PageBuffers, PagePlan, copy_pages
 from tests.cuda.interpreter import Guard, KernelFault
 
+pytestmark = pytest.mark.interpreted
+
 SOURCE_PAGES, TARGET_PAGES, CAPACITY = 90, 70, 40
 # Bytes of a page: less than a word, odd in words, below and at powers of two, a latent
 # row, and more than one tile.

@@ -14,6 +14,8 @@ from triton.runtime.errors import InterpreterError
 
 from tests.cuda.interpreter import Guard, KernelFault, shuffled_programs
 
+pytestmark = pytest.mark.interpreted
+
 ROWS, WIDTH, BLOCK = 12, 40, 32
 
 

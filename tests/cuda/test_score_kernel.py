@@ -18,6 +18,8 @@ from sglang_tiered.attention.score_kernel import PackedTable, ScorePass
 from sglang_tiered.attention.scores import decode_weights
 from tests.cuda.interpreter import Guard, KernelFault, shuffled_programs
 
+pytestmark = pytest.mark.interpreted
+
 KV_HEADS, SPARE = 2, 20
 # Of a weight, for any type of the keys: products of two-byte numbers are exact in
 # float32, in which everything is computed.
